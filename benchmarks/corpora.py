@@ -30,7 +30,7 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.prepare import prepare
-from recipes.translation.data.training_ids import write_ids
+from recipes.translation.data.training_text import write_ids
 from recipes.translation.processes.ranks import join_ranks
 from recipes.translation.settings.config import RunConfig, load_config
 from seqpar.markdown_table import markdown_table

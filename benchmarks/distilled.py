@@ -26,14 +26,13 @@ import torch
 
 from benchmarks.loss.results import hardware
 from recipes.translation.data.sentence_pairs import load_pairs
-from recipes.translation.export import ctranslate2_engine, ctranslate2_model
+from recipes.translation.export import ctranslate2_model
 from recipes.translation.files.atomic_folder import model_folder, verified_folder
 from recipes.translation.run_folder.checkpoint import SavedModel, load_saved, load_translator
-from recipes.translation.scores.bootstrap import interval, resampled_scores
-from recipes.translation.scores.scores import measure
-from recipes.translation.scores.statistics import Measured
+from recipes.translation.scores.scores import Measured, interval, measure, resampled_scores
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
 from recipes.translation.text.pair import Pair
+from recipes.translation.translating import ctranslate2_engine
 from recipes.translation.translating.translate import translate
 from seqpar.markdown_table import markdown_table
 

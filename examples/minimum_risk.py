@@ -17,7 +17,7 @@ from torch import Tensor
 
 import seqpar
 from models import TransformerConfig, greedy, make_transformer
-from recipes.translation.data.number_words import german_number
+from recipes.translation.data.builtin_words import german_number
 from seqpar import objectives as o
 
 PAD, BOS, EOS = 0, 1, 2

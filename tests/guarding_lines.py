@@ -90,8 +90,8 @@ def _code_lines(source: str, tree: ast.Module) -> set[int]:
 
 def _lines_of(node: ast.AST) -> set[int]:
     """Return the numbers of a node's lines, its decorators' with them."""
-    start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])  # type: ignore[attr-defined]
-    return set(range(start, node.end_lineno + 1))  # type: ignore[attr-defined]
+    start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+    return set(range(start, node.end_lineno + 1))
 
 
 def _guarding_lines(tree: ast.Module) -> set[int]:

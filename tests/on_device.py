@@ -94,7 +94,7 @@ def asked_by(modules: tuple[str, ...]) -> bool:
         name = frame.f_globals.get("__name__", "") + "."
         if not name.startswith(BETWEEN):
             return name.startswith(modules)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return False
 
 
@@ -122,7 +122,7 @@ def autocast_there(kind: str) -> None:
             device_type = kind
         begin(self, device_type, *args, **kwargs)
 
-    torch.autocast.__init__ = begun  # type: ignore[method-assign]
+    torch.autocast.__init__ = begun
 
 
 def thread_all_the_same() -> None:

@@ -21,24 +21,28 @@ import seqpar
 from release.sbom import external
 
 ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+HELD = [
+    "seqpar",
+    "models",
+    "recipes",
+    "tests",
+    "examples",
+    "benchmarks",
+    "conformance",
+    "planning",
+    "deploy",
+    "docs",
+    "release",
+]
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """The wheel and the source distribution."""
     folder = tmp_path_factory.mktemp("dist")
-    command = [
-        sys.executable,
-        "-m",
-        "build",
-        "--wheel",
-        "--sdist",
-        "--no-isolation",
-        "--outdir",
-        str(folder),
-        str(ROOT),
-    ]
-    subprocess.run(command, check=True, capture_output=True)
+    options = ["--wheel", "--sdist", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run([sys.executable, "-m", "build", *options], check=True, capture_output=True)
     return next(folder.glob("*.whl")), next(folder.glob("*.tar.gz"))
 
 
@@ -67,9 +71,8 @@ def test_the_wheel_names_what_it_requires_in_a_bill_of_materials(built):
     document = json.loads(archive.read(name))
     assert (document["bomFormat"], document["specVersion"]) == ("CycloneDX", "1.7")
     assert document["metadata"]["component"]["purl"] == f"pkg:pypi/seqpar@{seqpar.__version__}"
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = {part["name"] + part["versionRange"].removeprefix("vers:pypi/") for part in document["components"]}
-    assert named == set(project["dependencies"])
+    assert named == set(PROJECT["dependencies"])
     assert all(part["isExternal"] for part in document["components"])
 
 
@@ -80,14 +83,12 @@ def test_a_requirement_that_a_bill_of_materials_cannot_state_is_refused():
 
 
 def test_the_version_is_the_same_in_package_project_and_citation():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
-    assert seqpar.__version__ == project["version"] == citation["version"]
+    assert seqpar.__version__ == PROJECT["version"] == citation["version"]
 
 
 def test_every_pinned_version_installs_on_the_oldest_python_that_is_promised():
-    promised = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
-    oldest = f"{promised.removeprefix('>=')}.0"
+    oldest = f"{PROJECT['requires-python'].removeprefix('>=')}.0"
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = (Requirement(line) for line in lines if line and not line.startswith("#"))
     pinned = {(canonicalize_name(pin.name), str(pin.specifier).removeprefix("==")) for pin in pins}
@@ -101,23 +102,7 @@ def test_every_pinned_version_installs_on_the_oldest_python_that_is_promised():
 def test_the_source_distribution_holds_what_a_checkout_does(built):
     with tarfile.open(built[1]) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
-    wanted = [
-        "seqpar",
-        "models",
-        "recipes",
-        "tests",
-        "examples",
-        "benchmarks",
-        "conformance",
-        "planning",
-        "deploy",
-        "docs",
-        "release",
-        "README.md",
-        "Makefile",
-        "LICENSE",
-    ]
-    assert {name.split("/")[0] for name in names} >= set(wanted)
+    assert {name.split("/")[0] for name in names} >= {*HELD, "README.md", "Makefile", "LICENSE"}
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     if tracked:
         assert {name for name in names if name != "PKG-INFO"} <= set(tracked)
@@ -172,18 +157,9 @@ def test_a_users_type_checker_sees_the_signatures(installed, tmp_path):
         "reveal_type(loss)\n"
         "reveal_type(loss.tokens)\n"
     )
-    command = [
-        sys.executable,
-        "-m",
-        "mypy",
-        "--python-executable",
-        str(installed),
-        "--config-file",
-        str(ROOT / "pyproject.toml"),
-        "--cache-dir",
-        str(ROOT / ".mypy_cache"),
-    ]
-    done = subprocess.run([*command, "code.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    options = ["--python-executable", str(installed), "--config-file", str(ROOT / "pyproject.toml")]
+    command = [sys.executable, "-m", "mypy", *options, "--cache-dir", str(ROOT / ".mypy_cache"), "code.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert 'code.py:2: error: Argument "softcap" to "linear_cross_entropy" has incompatible type' in done.stdout
     assert "fallback=seqpar.core.token_loss.TokenLoss" in done.stdout  # as mypy shows a NamedTuple
     assert 'Revealed type is "torch._tensor.Tensor"' in done.stdout

@@ -40,7 +40,7 @@ package in which pytest's own code is."""
 LIBRARIES = {
     ("argparse", "recipes/translation/commands/arguments.py"): {"_ActionsContainer"},
     ("argparse", "recipes/translation/settings/options.py"): {"_ActionsContainer", "_option_string_actions"},
-    ("sacrebleu", "recipes/translation/scores/statistics.py"): {
+    ("sacrebleu", "recipes/translation/scores/scores.py"): {
         "_aggregate_and_compute",
         "_compute_score_from_stats",
         "_extract_corpus_statistics",
@@ -104,7 +104,7 @@ LIBRARIES = {
     },
     ("accelerate", "seqpar/testing/step_run.py"): {"_reset_state"},
     ("lightning", "seqpar/testing/step_run.py"): {"_forward_module"},
-    ("transformers", "recipes/translation/importing/generation.py"): {"_get_default_generation_params"},
+    ("transformers", "recipes/translation/importing/settings.py"): {"_get_default_generation_params"},
     ("transformers", "seqpar/integrations/transformers_model.py"): {"_loss_function"},
     ("transformers", "seqpar/integrations/transformers_trainer.py"): {"_loss_shifts_labels"},
     ("trl", "seqpar/integrations/trl_distillation.py"): {"_chunked_divergence_loss"},

@@ -96,13 +96,8 @@ def test_what_is_released_agrees_with_its_hashes(tmp_path, capsys):
     stated = yaml.safe_load((tmp_path / "dist/recipe.yaml").read_text())["source"]["sha256"]
     assert f"{stated}  seqpar.tar.gz\n" in (tmp_path / "dist/SHA256SUMS").read_text()
     assert (tmp_path / "dist/kernel/build/torch-universal/metadata.json").exists()
-    done = subprocess.run(
-        ["sha256sum", "--check", "--strict", "SHA256SUMS"],
-        cwd=tmp_path / "dist",
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    check = ["sha256sum", "--check", "--strict", "SHA256SUMS"]
+    done = subprocess.run(check, cwd=tmp_path / "dist", capture_output=True, text=True, check=True)
     assert done.stdout == "seqpar.tar.gz: OK\nseqpar.whl: OK\n"
     assert not (tmp_path / "dist/older.whl").exists()
 

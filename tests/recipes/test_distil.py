@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from recipes.translation.commands import main
-from recipes.translation.commands.distillation import STUDENT
+from recipes.translation.commands.training import STUDENT
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpora import Corpora, HeldOutSplit
 from recipes.translation.data.sentence_pairs import load_pairs

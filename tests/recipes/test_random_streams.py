@@ -18,8 +18,7 @@ from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.mixing import Mixture
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.train import dropout_seed, train
-from recipes.translation.translating.search_options import Sampling, SearchOptions
-from recipes.translation.translating.translate import alternatives
+from recipes.translation.translating.translate import Sampling, SearchOptions, alternatives
 from tests.recipes.random_translator import random_translator
 from tests.recipes.tiny import tiny
 

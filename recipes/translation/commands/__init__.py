@@ -14,13 +14,10 @@ import sys
 from collections.abc import Sequence
 
 from recipes.translation.commands.arguments import PROGRAM, Command, count, description_of, name_of
-from recipes.translation.commands.distillation import distil
-from recipes.translation.commands.evaluation import compare, evaluate
-from recipes.translation.commands.export import export
-from recipes.translation.commands.importing import import_
-from recipes.translation.commands.reporting import report
+from recipes.translation.commands.evaluation import compare, evaluate, report
+from recipes.translation.commands.export import export, import_
 from recipes.translation.commands.serving import serve
-from recipes.translation.commands.training import DEMO_CONFIG, average, demo, prepare, train
+from recipes.translation.commands.training import DEMO_CONFIG, average, demo, distil, prepare, train
 from recipes.translation.commands.translation import translate
 from recipes.translation.errors import (
     CheckpointError,

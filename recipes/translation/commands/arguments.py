@@ -25,10 +25,10 @@ from recipes.translation.settings.options import ALSO, OneLineParser, add_settin
 from recipes.translation.settings.paths import expand_path
 
 if TYPE_CHECKING:
-    from recipes.translation.export.ctranslate2_engine import ExportedTranslator
     from recipes.translation.processes.ranks import Ranks
     from recipes.translation.run_folder.checkpoint import SavedModel
     from recipes.translation.run_folder.translator import Translator
+    from recipes.translation.translating.ctranslate2_engine import ExportedTranslator
 
 N = TypeVar("N", int, float)
 PROGRAM = "python -m recipes.translation"
@@ -306,7 +306,7 @@ def load_exported(run: str, options: argparse.Namespace) -> ExportedTranslator:
     """Read the export for CTranslate2, with the decoding options given."""
     require("ctranslate2")
 
-    from recipes.translation.export import ctranslate2_engine
+    from recipes.translation.translating import ctranslate2_engine
 
     folder = exported_folder(run)
     if not folder.exists():

@@ -1,4 +1,4 @@
-"""The commands that evaluate models."""
+"""The commands that evaluate models, and the one that draws the report of a run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from recipes.translation.commands.arguments import (
     check_typed,
     parser_of,
     path,
+    require,
+    runs_of,
 )
 from recipes.translation.commands.searching import loaded_ensemble
 from recipes.translation.processes.status_line import print_text
-from recipes.translation.run_folder.outputs import results_folder
+from recipes.translation.run_folder.outputs import check_output_file, results_folder
 from recipes.translation.settings.config import LayoutConfig
 from recipes.translation.settings.options import OneLineParser
 
@@ -178,3 +180,35 @@ def _check_files(parser: OneLineParser, options: argparse.Namespace) -> None:
         parser.error("--references go together with --hypotheses, or with --sources for a model to translate")
     if options.split and options.references:
         parser.error("--split is data of the run, and --references are a file; give one of them")
+
+
+def report(argv: Sequence[str]) -> int:
+    """Draw the report of a run, as one HTML file that needs nothing else.
+
+    It has the curves of training, samples, the worst sentences, scores, settings and the machine. Training draws it,
+    too, after validations and at its end. See docs/report.md; the command compare sets runs side by side.
+
+    example:
+    python -m recipes.translation report runs/demo
+    python -m recipes.translation report runs/demo --output demo.html
+    """
+    parser = parser_of(report)
+    parser.add_argument("runs", nargs="*", metavar="RUN", type=path, help="the run's folder")
+    add(parser, "--run")
+    parser.add_argument("--output", metavar="FILE", type=path, help="where to write (default: report.html in the run)")
+    options = parser.parse(argv)
+    named, *others = runs_of(parser, options)
+    if others:
+        parser.error(f"name one run; got {1 + len(others)}; the command compare has the scores of several")
+    run = Path(named)
+    output = run / "report.html"
+    if options.output:
+        check_output_file(Path(options.output), "--output", own=output)
+        output = Path(options.output)
+    require("matplotlib")
+
+    from recipes.translation.report.draw import write_report
+
+    size = write_report(run, output)
+    print(f"[report] {output}: {size / 1e3:.0f} kB")
+    return 0

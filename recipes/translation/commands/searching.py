@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from recipes.translation.commands.arguments import add, as_option, count, models_of_runs, number, path
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
 from recipes.translation.files.lines import read_lines
-from recipes.translation.translating.search_options import Sampling, SearchOptions
 
 if TYPE_CHECKING:
     from recipes.translation.processes.ranks import Ranks
     from recipes.translation.run_folder.translator import Translator
+    from recipes.translation.translating.translate import SearchOptions
 
 
 def add_search_options(parser: argparse.ArgumentParser) -> None:
@@ -130,6 +130,8 @@ def given_options(options: argparse.Namespace, names: tuple[str, ...]) -> list[s
 
 def search_options(options: argparse.Namespace) -> SearchOptions:
     """Read the options and the files that they name."""
+    from recipes.translation.translating.translate import Sampling, SearchOptions
+
     constraints = None
     if options.constraints:
         constraints = phrases_in(read_lines(Path(options.constraints)), options.constraints)

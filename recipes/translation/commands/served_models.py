@@ -11,12 +11,11 @@ from recipes.translation.data.corpora import Corpora, language_pairs
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.serve.batching import Line, Model
 from recipes.translation.translating.alignments import Link, align
-from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.sentences import refusals
-from recipes.translation.translating.translate import alternatives
+from recipes.translation.translating.translate import SearchOptions, alternatives
 
 if TYPE_CHECKING:
-    from recipes.translation.export.ctranslate2_engine import ExportedTranslator
+    from recipes.translation.translating.ctranslate2_engine import ExportedTranslator
 
 
 def served_models(name: str, given: Translator | ExportedTranslator, aligner: Translator | None) -> list[Model]:
@@ -51,7 +50,7 @@ def translate(
     if isinstance(given, Translator):
         found = alternatives(given, fine, SearchOptions(n_best=n_best))
     else:
-        from recipes.translation.export import ctranslate2_engine
+        from recipes.translation.translating import ctranslate2_engine
 
         found = ctranslate2_engine.alternatives(given, fine, n_best)
     linked: list[list[Link]] = [[] for _ in fine]

@@ -60,8 +60,8 @@ def serve(argv: Sequence[str]) -> int:
         require(package)
 
     from recipes.translation.serve.app import application
+    from recipes.translation.serve.asked import Limits
     from recipes.translation.serve.batching import Batcher
-    from recipes.translation.serve.bodies import Limits
     from recipes.translation.serve.server import address_of, listening, names_of, server_of
 
     limits = Limits()

@@ -27,12 +27,11 @@ from recipes.translation.files.lines import is_plain, lines_of, read_lines
 from recipes.translation.processes.status_line import print_text
 from recipes.translation.run_folder.outputs import check_output_file, write_output
 from recipes.translation.settings.config import DataConfig, LayoutConfig, RunConfig
-from recipes.translation.translating.search_options import SearchOptions
 
 if TYPE_CHECKING:
     from recipes.translation.processes.ranks import Ranks
     from recipes.translation.run_folder.translator import Translator
-    from recipes.translation.translating.translate import Translation
+    from recipes.translation.translating.translate import SearchOptions, Translation
 
 
 def translate(argv: Sequence[str]) -> int:
@@ -165,7 +164,7 @@ def by_ctranslate2(options: argparse.Namespace, ranks: Ranks) -> tuple[RunConfig
         raise ConfigError("--engine ctranslate2 uses threads, not several processes: start it without torchrun")
     translator = load_exported(options.run, options)
 
-    from recipes.translation.export import ctranslate2_engine
+    from recipes.translation.translating import ctranslate2_engine
 
     if note := outdated_export(options.run):
         print(f"[translate] {note}", file=sys.stderr)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from recipes.translation.data import builtin_words as words
-from recipes.translation.data.number_words import (
+from recipes.translation.data.builtin_words import (
     english_number,
     english_ordinal,
     english_year,

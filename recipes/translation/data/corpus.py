@@ -1,4 +1,4 @@
-"""The data of a training run, as subword ids in batches."""
+"""The data of a training run, as subword ids in batches, and how long a sentence may be with learned positions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from models import TransformerConfig
+from models.presets import ARCHITECTURES, Sizes
 from recipes.translation.data.batches import TokenBatches
 from recipes.translation.data.corpora import Corpora, CorpusSplit
 from recipes.translation.data.drawn_batches import DrawnBatches, drawn_batches
@@ -17,13 +19,13 @@ from recipes.translation.data.mistakes import check_meant
 from recipes.translation.data.prepare import prepare
 from recipes.translation.data.sentence_pairs import say_to_stderr
 from recipes.translation.data.token_store import ENDS, IDS, Store
-from recipes.translation.data.training_ids import LAYOUT, write_ids
-from recipes.translation.errors import DataError
+from recipes.translation.data.training_text import LAYOUT, write_ids
+from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.model_text import ModelText, check_known
 from recipes.translation.text.pair import Pair
-from recipes.translation.text.subwords import Subwords
+from recipes.translation.text.subwords import Subwords, Symbols
 
 
 @dataclass(frozen=True)
@@ -182,3 +184,39 @@ def ids_folder(corpora: Corpora, source: Subwords, target: Subwords) -> Path:
     tags = [corpus.tags for corpus in corpora.training]
     made_from = [LAYOUT, corpora.text_key, tags, source.digest, target.digest]
     return corpora.cache / f"ids-{hashlib.sha256(json.dumps(made_from).encode()).hexdigest()[:32]}"
+
+
+def most_subwords(sizes: Sizes, symbols: Symbols) -> int | None:
+    """Return the most subwords a sentence may have besides its symbols; None if positions are not learned."""
+    if not isinstance(sizes, TransformerConfig) or ARCHITECTURES[sizes.architecture].positions != "learned":
+        return None
+    return sizes.max_positions - max(len(symbols.source([])), len(symbols.target([])) - 1)
+
+
+def check_length(name: str, given: int, most: int | None) -> None:
+    """Raise ConfigError for a setting, the most subwords of a sentence, above what a model has (`most_subwords`)."""
+    if most is not None and given > most:
+        raise ConfigError(
+            f"{name} is {given}, but the model has learned positions for {most} subwords beside start and end symbols: "
+            f"set it to {most} or less"
+        )
+
+
+def check_positions(lengths: Mapping[str, int], sizes: Sizes, corpus: Corpus) -> None:
+    """Raise ConfigError or DataError if a sentence could have more tokens than the model has learned positions.
+
+    `lengths` are the most subwords of a sentence, keyed by the settings that allow them.
+    """
+    most = most_subwords(sizes, corpus.source.symbols)
+    for name, given in lengths.items():
+        check_length(name, given, most)
+    if most is None:
+        return
+    for valid in corpus.valid:
+        for side, found in (("source", valid.batches.source_lengths), ("target", valid.batches.target_lengths)):
+            if found.max() > most:
+                raise DataError(
+                    f"{valid.held_out.setting}: the {side} of pair {int(found.argmax()) + 1:,} has "
+                    f"{int(found.max()):,} subwords, and the model has learned positions for {most:,}: split the "
+                    "sentence, or leave it out"
+                )

@@ -17,12 +17,11 @@ WAY = "if that is intended, add --insist"
 
 def check_meant(corpora: Corpora) -> None:
     """Raise DataError for a file that is given for two purposes, or whose name ends in a different language."""
-    held_out = [*corpora.valid, *(corpora.held_out("test") if corpora.has("test") else [])]
     for each in [*corpora.training, *corpora.valid]:
         if each.data.format == "text":
             check_sides(each.setting, each.data, paths_of(each.data, each.split))
     for training in corpora.training:
-        for other in held_out:
+        for other in corpora.all_held_out:
             for ours, theirs in zip(_sources(training), _sources(other), strict=False):
                 if (how := _how_same(ours, theirs)) is not None:
                     raise DataError(

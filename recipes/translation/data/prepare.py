@@ -18,9 +18,9 @@ from recipes.translation.files.json_fields import field_in
 from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.settings.paths import expand_path
 from recipes.translation.text.model_text import ModelText, check_symbols
-from recipes.translation.text.normalization import normalize, with_rules
 from recipes.translation.text.own_model import own_model
 from recipes.translation.text.segmentations import BLANK
+from recipes.translation.text.sentencepiece_file import normalize, with_rules
 from recipes.translation.text.subwords import Subwords, normalizations, subword_names, train_subwords
 
 SETTINGS = "settings.json"

@@ -92,12 +92,9 @@ def each_training_pair(
 
 def _read_split(data: DataConfig, split: Split, hashes: Hashes | None = None) -> Iterable[Pair]:
     check_named(data, split)
-    of_lines = {"text": _text, "tsv": _tsv, "jsonl": _jsonl, "tmx": _tmx}
-    others: dict[str, Callable[[DataConfig, Split], Iterable[Pair]]]
-    others = {"builtin": _builtin, "parquet": _parquet, "hub": _hub}
-    if data.format in others:
-        return others[data.format](data, split)
-    return of_lines[data.format](data, split, hashes)
+    if data.format in ("builtin", "parquet", "hub"):
+        return {"builtin": _builtin, "parquet": _parquet, "hub": _hub}[data.format](data, split)
+    return {"text": _text, "tsv": _tsv, "jsonl": _jsonl, "tmx": _tmx}[data.format](data, split, hashes)
 
 
 def lowercase_pairs(pairs: Iterable[Pair], lowercase: bool) -> Iterable[Pair]:

@@ -156,43 +156,32 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.note: dict[str, Any] = field_in(folder / NOTE)
+        note = field_in(folder / NOTE)
         try:
-            NOTED(self.note, "")
+            NOTED(note, "")
         except WrongFieldError as error:
             raise damaged_store_error(folder, f"{NOTE}: {error}") from None
-
-    @property
-    def corpora(self) -> list[int]:
-        """Return the number of pairs of each training corpus, in the order of the settings."""
-        found: list[int] = self.note["corpora"]
-        return found
-
-    @property
-    def notices(self) -> list[str]:
-        """Return what was noticed while the store was made."""
-        found: list[str] = self.note["said"]
-        return found
+        self.digests: dict[str, str] = note["files"]
+        """The SHA-256 of each file."""
+        self.dtypes: dict[str, str] = note["dtypes"]
+        self.corpora: list[int] = note["corpora"]
+        """The number of pairs of each training corpus, in the order of the settings."""
+        self.notices: list[str] = note["said"]
+        """What was noticed while the store was made."""
 
     @property
     def size(self) -> int:
         """Return the bytes of all files."""
         return sum((self.folder / name).stat().st_size for name in self.digests)
 
-    @property
-    def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of each file."""
-        found: dict[str, str] = self.note["files"]
-        return found
-
     def array(self, name: str) -> Array:
         """Map a file."""
-        return _map_file(self.folder / name, self.note["dtypes"][name])
+        return _map_file(self.folder / name, self.dtypes[name])
 
     def flat(self, name: str, kind: Kind) -> Flat[Any]:
         """Map a sequence."""
         values, ends = names_of(name)
-        return map_files(self.folder / values, self.folder / ends, self.note["dtypes"][values], kind)
+        return map_files(self.folder / values, self.folder / ends, self.dtypes[values], kind)
 
     def check(self, limits: Mapping[str, int]) -> Self:
         """Raise DataError unless the files are those that were written, and have sequences with values below `limits`.
@@ -204,7 +193,7 @@ class Store:
             raise damaged_store_error(self.folder, f"{foreign[0]} is not a file")
         if digests_of(self.folder) != self.digests:
             raise damaged_store_error(self.folder, f"its files do not have the SHA-256 of {NOTE}")
-        for name, dtype in self.note["dtypes"].items():
+        for name, dtype in self.dtypes.items():
             if name not in self.digests or (self.folder / name).stat().st_size % numpy.dtype(dtype).itemsize:
                 raise damaged_store_error(self.folder, f"{name} is not a file of {dtype}")
         for name, limit in limits.items():
@@ -214,7 +203,7 @@ class Store:
 
     def _wrong(self, name: str, limit: int) -> str:
         """Return what is wrong with a sequence; empty if nothing is."""
-        if not set(names_of(name)) <= self.note["dtypes"].keys():
+        if not set(names_of(name)) <= self.dtypes.keys():
             return "missing"
         found = self.flat(name, IDS)
         if len(found) != sum(self.corpora):

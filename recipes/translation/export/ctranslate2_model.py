@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from models.attention import Attention
 from models.transformer import FeedForward
-from recipes.translation.export.architecture import transformer_sizes
+from recipes.translation.export.lost_settings import transformer_sizes
 from recipes.translation.files.atomic_folder import replaced_folder
 from recipes.translation.files.tensors import describe_tensors
 from recipes.translation.run_folder.checkpoint import SavedModel, save_belongings

@@ -44,8 +44,7 @@ from transformers import (
 from models import TransformerConfig
 from models.huggingface_names import huggingface_names
 from recipes.translation.errors import ConfigError
-from recipes.translation.export.architecture import transformer_sizes
-from recipes.translation.export.lost_settings import length_penalty_there
+from recipes.translation.export.lost_settings import length_penalty_there, transformer_sizes
 from recipes.translation.export.multilingual_tokenizer import write_multilingual_tokenizer
 from recipes.translation.files.atomic_folder import replaced_folder
 from recipes.translation.files.tensors import OneByOne, write_tensors

@@ -1,13 +1,29 @@
-"""Which of a run's decoding settings another program's files cannot hold, and what comes nearest there."""
+"""What other programs' files cannot hold of a model: other architectures, and some of its decoding settings.
+
+For a setting that is lost, it says what comes nearest there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes.translation.run_folder.checkpoint import saved_config
+from models import DecoderOnlyConfig, TransformerConfig
+from recipes.translation.errors import ConfigError
+from recipes.translation.run_folder.checkpoint import SavedModel, saved_config
+from recipes.translation.run_folder.translator import Translator, model_sizes
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.model_text import ModelText
+
+
+def transformer_sizes(model: Translator | SavedModel) -> TransformerConfig:
+    """Return the sizes of a Transformer that other programs support; raise ConfigError for any other model."""
+    preset = model.config.model.preset
+    sizes = model_sizes(model.config.model)
+    if isinstance(sizes, DecoderOnlyConfig):
+        raise ConfigError(f"model.preset {preset} has no encoder; only encoder-decoders are exported")
+    return sizes
+
 
 USUAL_LENGTH = 25
 """The translation length, in subwords, at which two length penalties are made to agree."""

@@ -41,7 +41,7 @@ from models import EncoderDecoder, evaluating, padding_mask
 from models.attention import KeyValues, added_scores
 from models.cache import DecoderCache, LayerCache
 from recipes.translation.errors import ConfigError
-from recipes.translation.export.architecture import transformer_sizes
+from recipes.translation.export.lost_settings import transformer_sizes
 from recipes.translation.files.atomic_folder import replaced_folder
 from recipes.translation.run_folder.checkpoint import SavedModel, save_belongings, saved_names
 from recipes.translation.run_folder.translator import build_model, model_on_meta

@@ -14,9 +14,8 @@ from models import PRESETS, TransformerConfig
 from models.huggingface_names import huggingface_names
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.tensors import OneByOne
-from recipes.translation.importing.architectures import PUBLISHED, sizes_of, tie_of
 from recipes.translation.importing.folder import check_room, read_config, read_generation, read_weights, reading
-from recipes.translation.importing.generation import decoding_of, lost_settings
+from recipes.translation.importing.settings import PUBLISHED, decoding_of, lost_settings, sizes_of, tie_of
 from recipes.translation.importing.tokenizer import Tokenizer, our_tokenizer
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.outputs import is_run

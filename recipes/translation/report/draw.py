@@ -13,8 +13,7 @@ from recipes.translation.processes.status_line import duration
 from recipes.translation.report.figures import NO_TRANSLATIONS, chrf_of_sentences, curves, distributions
 from recipes.translation.report.records import RunRecords, is_number, read_run
 from recipes.translation.run_folder.outputs import write_output
-from recipes.translation.scores.bootstrap import Interval
-from recipes.translation.scores.statistics import TITLES
+from recipes.translation.scores.scores import TITLES, Interval
 from recipes.translation.settings.metrics import METRICS
 
 _templates = Environment(

@@ -9,7 +9,7 @@ import numpy as np
 
 from recipes.translation.report.charts import Series, histogram, line_chart
 from recipes.translation.report.records import Record, RunRecords, is_number
-from recipes.translation.scores.statistics import Array, compute_metric, metrics
+from recipes.translation.scores.scores import Array, compute_metric, metrics
 from recipes.translation.settings.metrics import METRICS
 
 MOST_POINTS = 200

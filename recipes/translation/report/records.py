@@ -27,7 +27,7 @@ from recipes.translation.files.json_fields import (
 )
 from recipes.translation.run_folder.made_from import model_with
 from recipes.translation.run_folder.step_records import record_of
-from recipes.translation.scores.statistics import TITLES
+from recipes.translation.scores.scores import TITLES
 from recipes.translation.settings.metrics import METRICS as VALIDATION_METRICS
 
 Record = Mapping[str, Any]

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from models.lora import has_lora, merged_tensors
-from recipes.translation.data.positions import check_length, most_subwords
+from recipes.translation.data.corpus import check_length, most_subwords
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.atomic_folder import (
     listed_files,

@@ -18,7 +18,7 @@ from models import (
 )
 from models.presets import Sizes
 from models.transformer import allocate
-from recipes.translation.data.positions import check_length, most_subwords
+from recipes.translation.data.corpus import check_length, most_subwords
 from recipes.translation.errors import CheckpointError, ConfigError
 from recipes.translation.files.tensors import describe_tensors
 from recipes.translation.settings.config import DecodingConfig, ModelConfig, RunConfig

@@ -20,9 +20,7 @@ from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.made_from import lines_digest
 from recipes.translation.run_folder.outputs import check_output
 from recipes.translation.run_folder.translator import Translator
-from recipes.translation.scores.mean_of_sets import scores_of_sets
-from recipes.translation.scores.scores import measure, record_of, scores_in_words
-from recipes.translation.scores.statistics import Measured, mean_of
+from recipes.translation.scores.scores import Measured, mean_of, measure, record_of, scores_in_words, scores_of_sets
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
 from recipes.translation.text.metric_command import command_scores
 from recipes.translation.text.model_text import OtherForm

@@ -17,7 +17,7 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.metrics.helpers import extract_all_char_ngrams, extract_all_word_ngrams
 
-from recipes.translation.scores.statistics import Array, scores_of_sums
+from recipes.translation.scores.scores import Array, scores_of_sums
 from recipes.translation.settings.config import DataConfig
 from recipes.translation.text.bleu_tokenizers import tokenizer_for
 from recipes.translation.text.metric_command import command_scores

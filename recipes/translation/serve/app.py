@@ -19,9 +19,8 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from recipes.translation.errors import DataError
-from recipes.translation.serve.asked import line_answer, parse_lines, parse_translate
+from recipes.translation.serve.asked import Limits, error_response, fields_of, line_answer, parse_lines, parse_translate
 from recipes.translation.serve.batching import Batcher, Line, Model, Wanted
-from recipes.translation.serve.bodies import Limits, error_response, fields_of
 
 PAGE = Path(__file__).parent / "page"
 

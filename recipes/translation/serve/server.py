@@ -12,7 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from recipes.translation.errors import ConfigError
 from recipes.translation.serve.app import Guard
-from recipes.translation.serve.bodies import Limits
+from recipes.translation.serve.asked import Limits
 
 FINISH_SECONDS = 30
 """How long requests that have already arrived can take after the signal to stop."""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from recipes.translation.errors import ConfigError
 from recipes.translation.settings.data import KINDS, SubwordConfig
 from recipes.translation.settings.metrics import METRICS
-from recipes.translation.settings.model import DECODER_ONLY, DecodingConfig
-from recipes.translation.settings.run import RunConfig
+from recipes.translation.settings.run import DECODER_ONLY, DecodingConfig, RunConfig
 from recipes.translation.settings.schedules import SCHEDULES
 from recipes.translation.settings.training import TrainingConfig, save_interval
 

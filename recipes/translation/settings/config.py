@@ -18,9 +18,8 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.files.lines import without_compression
 from recipes.translation.settings.checks import check_together
 from recipes.translation.settings.data import CorpusConfig, DataConfig, SubwordConfig
-from recipes.translation.settings.model import DecodingConfig, ModelConfig
 from recipes.translation.settings.paths import LITERAL, is_expanded
-from recipes.translation.settings.run import RunConfig
+from recipes.translation.settings.run import DecodingConfig, ModelConfig, RunConfig
 from recipes.translation.settings.schema import COMMAND_LINE, Schema
 from recipes.translation.settings.training import LayoutConfig, TrainingConfig
 

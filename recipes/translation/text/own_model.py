@@ -17,9 +17,8 @@ from sentencepiece.sentencepiece_model_pb2 import ModelProto, TrainerSpec
 from recipes.translation.errors import DataError
 from recipes.translation.files.lines import read_lines
 from recipes.translation.settings.data import KINDS
-from recipes.translation.text.normalization import rules_of
 from recipes.translation.text.segmentations import BLANK
-from recipes.translation.text.sentencepiece_file import Piece, model_of
+from recipes.translation.text.sentencepiece_file import Piece, model_of, rules_of
 from recipes.translation.text.tokenizer_json import sentencepiece_model
 
 SPECIAL = {
@@ -38,8 +37,6 @@ def own_model(path: Path, kind: str, rule: str, added: Sequence[str]) -> bytes:
     part of the word; or it is Marian's vocab.yml or .json, which has an id for each word. `rule` is the row of
     NORMALIZATIONS for such a list, which has no rules of its own.
     """
-    if not path.is_file():
-        raise DataError(f"there is no file {path}; see subwords.model")
     try:
         if KINDS[kind].words:
             model = _words(path, rule)

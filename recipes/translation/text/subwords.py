@@ -18,9 +18,18 @@ from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.files.json_fields import each, fields, is_whole, value
 from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.settings.data import KINDS, NORMALIZATIONS
-from recipes.translation.text.normalization import compose, compose_all, normalize, setting_of, with_rules
 from recipes.translation.text.segmentations import BLANK, Sampler
-from recipes.translation.text.sentencepiece_file import Piece, kind_of_model, model_of, notes_of
+from recipes.translation.text.sentencepiece_file import (
+    Piece,
+    compose,
+    compose_all,
+    kind_of_model,
+    model_of,
+    normalize,
+    notes_of,
+    setting_of,
+    with_rules,
+)
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 """Ids of padding, the unknown subword, start and end symbols, the same in every model that `train_subwords` makes."""

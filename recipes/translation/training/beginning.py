@@ -13,8 +13,7 @@ from torch import Tensor
 from models import EncoderDecoder
 from models.presets import Sizes
 from models.transformer import first_weights
-from recipes.translation.data.corpus import Corpus
-from recipes.translation.data.positions import check_length, check_positions, most_subwords
+from recipes.translation.data.corpus import Corpus, check_length, check_positions, most_subwords
 from recipes.translation.processes.ranks import Ranks
 from recipes.translation.run_folder.checkpoint import SavedModel, SavedTraining, TrainingState
 from recipes.translation.run_folder.other_model import check_same_teacher, load_teacher, starting_weights

@@ -13,8 +13,8 @@ from recipes.translation.data.batches import padded_batch
 from recipes.translation.processes.ranks import ALONE, Ranks
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.subwords import Subwords
-from recipes.translation.translating.in_batches import in_batches
 from recipes.translation.translating.sentences import check_unicode
+from recipes.translation.translating.translate import in_batches
 
 Link = tuple[int, int]
 """The numbers of a source and a target word, from 0; words are separated by spaces."""

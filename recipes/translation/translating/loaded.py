@@ -14,8 +14,7 @@ from recipes.translation.run_folder import checkpoint
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.checks import check_decoding
 from recipes.translation.settings.config import SCHEMA
-from recipes.translation.translating.search_options import SearchOptions
-from recipes.translation.translating.translate import Translation, alternatives, best, note_unfinished
+from recipes.translation.translating.translate import SearchOptions, Translation, alternatives, best, note_unfinished
 
 
 class LoadedTranslator:

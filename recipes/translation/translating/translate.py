@@ -1,16 +1,17 @@
 """Translate sentences with a trained model: one translation of each, the n best with their scores, or samples.
 
 Every command that translates, validation, distillation and the service go through `alternatives`. Decoding settings
-take effect here and in `export.ctranslate2_engine`, which has its own search.
+take effect here and in `ctranslate2_engine`, which has its own search.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from models import (
     DeadEndError,
@@ -21,21 +22,22 @@ from models import (
     Phrase,
     beam_search,
     constrained_beam_search,
+    evaluating,
     greedy,
     sample,
 )
 from models.decoding_rules import Rule
 from recipes.translation.data.batches import pad_rows
-from recipes.translation.errors import DataError
+from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.processes.ranks import ALONE, Ranks
+from recipes.translation.processes.status_line import SentenceProgress
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.model_text import one_line
 from recipes.translation.text.subwords import EOS, Subwords
 from recipes.translation.translating.demands import check_letters, phrases_of, word_boundaries
-from recipes.translation.translating.in_batches import in_batches
-from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.sentences import source_ids
+from seqpar.distributed.collectives import gather_objects
 
 
 @dataclass(frozen=True)
@@ -235,3 +237,82 @@ def note_unmet(found: Mapping[int, list[Hypothesis]], constraints: Sequence[Sequ
                 "found within the steps allowed; try a wider --beam",
                 file=sys.stderr,
             )
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Draw translations instead of searching for the best."""
+
+    samples: int = 1
+    """Number of translations of each sentence."""
+    temperature: float = 1.0
+    top_k: int | None = None
+    """Draw from this many of the most probable subwords; None draws from all."""
+    top_p: float = 1.0
+    """Draw from the most probable subwords whose probabilities reach this."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """How many translations of each sentence are wanted, and what is demanded of those of each line."""
+
+    n_best: int = 1
+    scores: bool = True
+    """Whether scores are wanted; otherwise those of a greedy search are nan."""
+    prefixes: Sequence[str] | None = None
+    """The beginning of each sentence's translation, possibly empty."""
+    constraints: Sequence[Sequence[str]] | None = None
+    """The phrases that each sentence's translation must contain, possibly none."""
+    sampling: Sampling | None = None
+    before: int = 0
+    """Number of sentences of the same text before these, so that sentence numbers and random seeds continue."""
+
+    def check(self, sentences: Sequence[str], decoding: DecodingConfig) -> None:
+        """Raise a one-line ConfigError or DataError for options that contradict the settings or the sentences."""
+        if not self.sampling and self.n_best > decoding.beam:
+            raise ConfigError(
+                f"--n-best {self.n_best} is above the beam of {decoding.beam}: ask for fewer, or add "
+                f"--beam {self.n_best}"
+            )
+        check_lines("--prefixes", self.prefixes, sentences)
+        check_lines("--constraints", self.constraints, sentences)
+
+
+def check_lines(option: str, lines: Sequence[object] | None, sentences: Sequence[str]) -> None:
+    """Raise DataError unless there is a line for each sentence."""
+    if lines is not None and len(lines) != len(sentences):
+        raise DataError(
+            f"{option} has {len(lines):,} lines for {len(sentences):,} sentences: give one line for each, empty where "
+            "there is nothing to demand"
+        )
+
+
+T = TypeVar("T")
+
+
+def in_batches(
+    translator: Translator,
+    ids: list[list[int]],
+    search: Callable[[list[int]], list[T]],
+    ranks: Ranks,
+    label: str = "",
+) -> Mapping[int, T]:
+    """Search in batches of sentences of similar length; return the results by row, except for empty sentences.
+
+    `search` takes the rows of a batch, the longest sentence first. Each rank searches some sentences of every length,
+    and returns the results of all. `label` is as in `translate`.
+    """
+    longest_first = sorted((row for row in range(len(ids)) if ids[row]), key=lambda row: -len(ids[row]))
+    # Batches of sentences of similar length have little padding; every rank gets some of every length
+    mine = longest_first[ranks.rank :: ranks.world]
+    size = translator.config.decoding.batch_sentences
+    found: dict[int, T] = {}
+    progress = SentenceProgress(label, [len(ids[row]) for row in mine], len(longest_first))
+    with evaluating(translator.models), progress:
+        for start in range(0, len(mine), size):
+            rows = mine[start : start + size]
+            found.update(zip(rows, search(rows), strict=True))
+            progress.advance(len(rows))
+    ranks.meet()
+    return ChainMap(*gather_objects(found, ranks.group))

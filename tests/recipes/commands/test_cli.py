@@ -125,30 +125,20 @@ def test_every_setting_says_what_it_means() -> None:
         assert setting.help, name
 
 
-def test_mistakes_do_not_wait_for_torch() -> None:
-    script = (
-        "import sys; from recipes.translation.commands import main\n"
-        "try: main(['train', '--training.stepz', '3'])\n"
-        "except SystemExit: pass\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert found.stderr.count("\n") == 1
-
-
-def test_the_list_of_commands_does_not_wait_for_torch() -> None:
-    script = "import sys; from recipes.translation.commands import main; main([]); sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
-
-
 def imported(words: list[str], slow: list[str]) -> list[str]:
     """Which of these packages a command has imported when it ends."""
     script = (
-        "import sys; from recipes.translation.commands import main; main(sys.argv[1:])\n"
+        "import sys; from recipes.translation.commands import main\n"
+        "try: main(sys.argv[1:])\nexcept SystemExit: pass\n"
         f"print(*[name for name in {slow} if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, check=True)
     return done.stdout.splitlines()[-1].split()
+
+
+@pytest.mark.parametrize("words", [[], ["train", "--training.stepz", "3"]])
+def test_the_list_of_commands_and_mistakes_do_not_wait_for_torch(words: list[str]) -> None:
+    assert imported(words, ["torch"]) == []
 
 
 def test_a_translation_does_not_wait_for_what_only_training_in_parts_needs(tmp_path: Path) -> None:
@@ -507,19 +497,25 @@ def test_results_are_not_printed_to_a_closed_output(
     assert "there is no standard output, where translate prints its results" in capsys.readouterr().err
 
 
+def printed_of_two(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], list[str]]:
+    """The translations that a command prints of each of two sentences."""
+    assert main(list(words)) == 0
+    found: tuple[list[str], list[str]] = ([], [])
+    for line in capsys.readouterr().out.split("\n")[:-1]:
+        number, _, text = line.partition("\t")
+        found[int(number) - 1].append(text)
+    return found
+
+
 @pytest.mark.parametrize("utility", ["chrf", "bleu"])
 @pytest.mark.parametrize("many", [["--n-best", "5", "--beam", "5"], ["--sample", "7", "--temperature", "2"]])
 def test_minimum_bayes_risk_chooses_among_what_is_printed_without_it(
     utility: str, many: list[str], run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["translate", "--run", str(run), SENTENCE, "The number is six.", *many]
-    assert main(words) == 0
-    found: dict[str, list[str]] = {"1": [], "2": []}
-    for line in capsys.readouterr().out.split("\n")[:-1]:
-        number, _, text = line.partition("\t")
-        found[number].append(text)
+    found = printed_of_two(capsys, *words)
     assert main([*words, "--mbr", utility]) == 0
-    best = [texts[best_by_mbr(texts, utility)] for texts in found.values()]
+    best = [texts[best_by_mbr(texts, utility)] for texts in found]
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in best)
 
 
@@ -533,13 +529,9 @@ def test_a_command_chooses_among_what_is_printed_without_it(
         "    print(row['translation'].count('e') - row.get('reference', '').count('e'))\n"
     )
     words = ["translate", "--run", str(run), SENTENCE, "The number is six.", "--n-best", "5", "--beam", "5"]
-    assert main(words) == 0
-    found: dict[str, list[str]] = {"1": [], "2": []}
-    for line in capsys.readouterr().out.split("\n")[:-1]:
-        number, _, text = line.partition("\t")
-        found[number].append(text)
+    found = printed_of_two(capsys, *words)
     assert main([*words, *mbr, "--metric-command", shlex.join([sys.executable, str(tmp_path / "m.py")])]) == 0
-    best = [max(texts, key=lambda text: text.count("e")) for texts in found.values()]
+    best = [max(texts, key=lambda text: text.count("e")) for texts in found]
     assert capsys.readouterr().out == "".join(f"{text}\n" for text in best)
 
 

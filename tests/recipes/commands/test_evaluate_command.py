@@ -69,12 +69,17 @@ def test_scores_that_cannot_be_written_leave_the_earlier_evaluation_and_are_name
     assert {path.name for path in own.iterdir()} == before
 
 
+def evaluation(texts: list[str], digests: list[str] | None = None) -> Evaluation:
+    made = Evaluation("news", [], texts, [], digests=digests or [])
+    object.__setattr__(made, "scores", score(["a b c d"], ["a b c d"]))
+    return made
+
+
 def test_results_of_two_processes_at_once_are_those_of_one(tmp_path: Path) -> None:
     both = threading.Barrier(2)
 
     def write(number: int) -> None:
-        made = Evaluation("news", [], [str(number)] * 2_000, [], digests=[str(number)])
-        object.__setattr__(made, "scores", score(["a b c d"], ["a b c d"]))
+        made = evaluation([str(number)] * 2_000, [str(number)])
         for _ in range(100):
             both.wait(20)
             made.write(tmp_path)
@@ -85,12 +90,6 @@ def test_results_of_two_processes_at_once_are_those_of_one(tmp_path: Path) -> No
     with ThreadPoolExecutor() as pool:
         for done in [pool.submit(write, number) for number in (1, 2)]:
             done.result()
-
-
-def evaluation(texts: list[str]) -> Evaluation:
-    made = Evaluation("news", [], texts, [])
-    object.__setattr__(made, "scores", score(["a b c d"], ["a b c d"]))
-    return made
 
 
 def test_results_are_written_whoever_has_locked_the_folder(tmp_path: Path) -> None:
@@ -209,13 +208,6 @@ def test_an_ensemble_is_evaluated_under_a_name_of_its_own(
     )
 
 
-def test_files_of_unequal_length_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "long").write_text("a\nb\nc\n")
-    (tmp_path / "short").write_text("a\nb\n")
-    words = ["--hypotheses", str(tmp_path / "long"), "--references", str(tmp_path / "short")]
-    assert "3 hypotheses but 2 references" in refusal(capsys, "evaluate", *words)
-
-
 def test_files_of_equal_length_are_scored_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a").write_text("one two three four\n\n")
     words = ["--hypotheses", str(tmp_path / "a"), "--references", str(tmp_path / "a")]
@@ -249,17 +241,22 @@ def test_a_model_is_evaluated_on_any_pair_of_files(
     assert scores_in_words(expected) in printed
 
 
-def test_sources_and_references_of_unequal_length_are_refused(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("option", "texts", "said"),
+    [
+        ("--hypotheses", ("a\nb\nc\n", "a\nb\n"), ["3 hypotheses but 2 references"]),
+        ("--sources", ("one\ntwo\n", "eins\n"), ["a has 2 lines, ", "b has 1: the two must be aligned"]),
+        ("--sources", ("", ""), ["a is empty; evaluate needs sentences"]),
+    ],
+)
+def test_files_of_unequal_length_or_without_a_sentence_are_refused(
+    option: str, texts: tuple[str, str], said: list[str], run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "a").write_text("one\ntwo\n")
-    (tmp_path / "b").write_text("eins\n")
-    files = ["--sources", str(tmp_path / "a"), "--references", str(tmp_path / "b")]
-    assert "a has 2 lines, " in (line := refusal(capsys, "evaluate", "--run", str(run), *files))
-    assert "b has 1: the two must be aligned" in line
-    (tmp_path / "none").write_text("")
-    files = ["--sources", str(tmp_path / "none"), "--references", str(tmp_path / "none")]
-    assert "none is empty; evaluate needs sentences" in refusal(capsys, "evaluate", "--run", str(run), *files)
+    for name, text in zip("ab", texts, strict=True):
+        (tmp_path / name).write_text(text)
+    model = ["--run", str(run)] if option == "--sources" else []
+    line = refusal(capsys, "evaluate", *model, option, str(tmp_path / "a"), "--references", str(tmp_path / "b"))
+    assert all(part in line for part in said)
 
 
 @pytest.mark.parametrize("options", [[], ["--beam", "3"], ["--sample", "2"]])

@@ -95,8 +95,6 @@ def test_a_pipe_is_answered_line_by_line(run: Path) -> None:
     with subprocess.Popen(
         words, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as process:
-        assert process.stdin
-        assert process.stdout
         for number in ("1", "2"):
             process.stdin.write("Two trains.\n")
             process.stdin.flush()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.translation.data.builtin_corpus import clock, pairs, price, split_of
-from recipes.translation.data.number_words import (
+from recipes.translation.data.builtin_words import (
     english_number,
     english_ordinal,
     english_year,
@@ -263,7 +263,7 @@ def test_splits_share_no_sentence_on_either_side_whatever_the_seed() -> None:
 
 @pytest.mark.parametrize("split", ["valid", "test"])
 def test_held_out_pairs_stand_once(split: str) -> None:
-    drawn = pairs(1_000, 1, split)  # type: ignore[arg-type]
+    drawn = pairs(1_000, 1, split)
     assert len(set(drawn)) == len(drawn) == 1_000
 
 
@@ -303,4 +303,4 @@ def test_seeds_differ() -> None:
 
 def test_an_unknown_split_is_refused() -> None:
     with pytest.raises(ValueError, match="dev"):
-        pairs(1, 1, "dev")  # type: ignore[arg-type]
+        pairs(1, 1, "dev")

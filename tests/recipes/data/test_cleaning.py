@@ -15,9 +15,9 @@ from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.settings.config import DataConfig
 from recipes.translation.settings.data import CleaningConfig
-from recipes.translation.text.normalization import normalize
 from recipes.translation.text.pair import Pair
 from recipes.translation.text.scripts import count_letters, mostly_in, scripts_of_language
+from recipes.translation.text.sentencepiece_file import normalize
 
 texts = st.text(st.sampled_from("ab \u00fc\u00c3\u00bc\ufffdдж1."), max_size=8)
 pairs = st.lists(st.tuples(texts, texts).map(lambda sides: Pair(*sides)), max_size=12)
@@ -171,7 +171,6 @@ def test_copies_are_removed_unless_they_have_no_letters() -> None:
 )
 def test_most_letters_are_in_a_script_of_the_language(language: str, text: str, right: bool) -> None:
     scripts = scripts_of_language(language)
-    assert scripts is not None
     assert mostly_in(text, scripts) == right
     expected = [(text, "x")] if right else []
     assert kept(CleaningConfig(script=True), (text, "x"), languages=(language, "en")) == expected

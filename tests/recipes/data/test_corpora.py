@@ -10,7 +10,6 @@ import pytest
 
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.drawn_batches import DrawnBatches
 from recipes.translation.data.prepare import prepare
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_translator
@@ -107,7 +106,6 @@ def test_a_small_corpus_is_drawn_as_often_as_weight_and_temperature_say(tmp_path
 def test_subwords_are_sampled_from_the_pairs_that_a_mixture_draws(tmp_path: Path) -> None:
     given = {**BOTH, "corpora": {"a": {"weight": 3}, "b": {"source": "de", "target": "en"}}, "subwords.sampling": 0.1}
     corpus = load_corpus(tiny(tmp_path / "run", given))
-    assert isinstance(corpus.train, DrawnBatches)
     for epoch in (0, 1):
         batches = corpus.train.epoch(epoch)
         drawn = [index - 200 * epoch for batch in batches for index in batch]
@@ -219,27 +217,6 @@ def test_data_train_beside_corpora_is_refused(tmp_path: Path) -> None:
     config = replace(config, data=replace(config.data, train=("x", "y")))
     with pytest.raises(ConfigError, match=r"data\.train \(x y\) and corpora \(a\) are both given"):
         Corpora(config).training
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("corpora: 3", "corpora (run.yaml:1) expects sections, each under a name; got '3'"),
-        ("corpora:\n  a: [x]", "run.yaml:2: corpora.a is a section, as in corpora.a: {train: ...}; got a list of 1"),
-        ("corpora:\n  a:\n    trian: x", "unknown setting corpora.a.trian (run.yaml:3); did you mean corpora.a.train?"),
-        ("corpora:\n  a:\n    weight: -1", "corpora.a.weight (run.yaml:3) expects a number from 0 to below 1e+09"),
-        ("corpora:\n  a: {}\n  a: {}", "corpora.a is given twice (run.yaml:2 and run.yaml:3); keep one"),
-        ("corpora:\n  a: {format: csv}", "corpora.a.format (run.yaml:2) expects one of builtin, text, tsv"),
-    ],
-)
-def test_a_mistake_in_the_file_is_answered_with_its_line(
-    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("run.yaml").write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        load_config("run.yaml")
-    assert message in str(caught.value)
 
 
 def test_corpora_are_yaml_on_the_command_line() -> None:

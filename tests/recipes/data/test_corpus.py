@@ -11,11 +11,10 @@ from typing import Any
 import numpy
 import pytest
 
-from models import PRESETS, TransformerConfig
+from models import PRESETS
 from recipes.translation.data.builtin_corpus import pairs as builtin_pairs
 from recipes.translation.data.corpora import Corpora
-from recipes.translation.data.corpus import load_corpus
-from recipes.translation.data.positions import check_positions, most_subwords
+from recipes.translation.data.corpus import check_positions, load_corpus, most_subwords
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.scores.evaluate import evaluate
@@ -96,16 +95,12 @@ def test_a_target_language_that_no_tag_was_trained_for_is_refused(target: str, t
     ],
 )
 def test_a_sentence_has_the_positions_that_its_symbols_leave_on_the_longer_side(symbols: Symbols, most: int) -> None:
-    sizes = PRESETS["mbart"]
-    assert isinstance(sizes, TransformerConfig)
-    assert most_subwords(replace(sizes, max_positions=10), symbols) == most
+    assert most_subwords(replace(PRESETS["mbart"], max_positions=10), symbols) == most
     assert most_subwords(PRESETS["tiny"], symbols) is None
 
 
 def test_a_sentence_may_have_all_positions_and_no_more() -> None:
-    sizes = PRESETS["mbart"]
-    assert isinstance(sizes, TransformerConfig)
-    sizes = replace(sizes, max_positions=10)
+    sizes = replace(PRESETS["mbart"], max_positions=10)
 
     def corpus(*lengths: int) -> Any:
         batches = SimpleNamespace(source_lengths=numpy.array([3, 3]), target_lengths=numpy.array(lengths))

@@ -12,11 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recipes.translation.data import training_ids, training_text
+from recipes.translation.data import training_text
 from recipes.translation.data.batches import Steps, batches_of_rank
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpus import Corpus, load_corpus
-from recipes.translation.data.drawn_batches import DrawnBatches
 from recipes.translation.settings.config import SubwordConfig
 from recipes.translation.text.subwords import BLANK, EOS, PAD, Subwords, train_subwords
 from tests.recipes.tiny import tiny
@@ -35,7 +34,6 @@ MIXED: dict[str, Any] = {
 @pytest.fixture(scope="module", autouse=True)
 def small() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training_ids, "SLICE", 32)
         patch.setattr(training_text, "SLICE", 24)
         yield
 
@@ -53,7 +51,6 @@ def loaded(folder: Path, **changes: Any) -> Corpus:
 def drawn(corpus: Corpus, epoch: int) -> tuple[list[str], list[list[int]], list[list[int]]]:
     """The source texts of an epoch, and the ids of both sides, by pair."""
     batches = corpus.train
-    assert isinstance(batches, DrawnBatches)
     everything = range(len(batches.plain.sources))
     sources, targets = batches.draw(epoch, everything)
     return corpus.source.decode([list(ids) for ids in sources]), list(map(list, sources)), list(map(list, targets))
@@ -61,7 +58,6 @@ def drawn(corpus: Corpus, epoch: int) -> tuple[list[str], list[list[int]], list[
 
 def test_sampling_draws_the_subwords_of_both_sides_anew_and_leaves_the_text(folder: Path) -> None:
     sampling = loaded(folder, **SAMPLING, **{"training.max_length": 500})  # a longer draw would be replaced
-    assert isinstance(sampling.train, DrawnBatches)
     plain = sampling.train.plain
     clean = sampling.source.decode([list(ids) for ids in plain.sources])
     found = [drawn(sampling, epoch) for epoch in (0, 2)]
@@ -77,7 +73,6 @@ def test_tags_are_single_subwords_in_every_draw(folder: Path, kind: str) -> None
     corpus = loaded(folder / kind, **SAMPLING, **{"subwords.kind": kind})
     pieces = corpus.source.pieces()
     tags = {pieces.index(BLANK + "<2de>"), pieces.index(BLANK + "<2en>")}
-    assert isinstance(corpus.train, DrawnBatches)
     for epoch in range(3):
         _, sources, _ = drawn(corpus, epoch)
         for ids, without in zip(sources, corpus.train.plain.sources, strict=True):
@@ -113,7 +108,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Subwords]:
 
 def test_an_epoch_has_the_pairs_of_the_mixture_within_the_budget(folder: Path) -> None:
     batches = loaded(folder, **SAMPLING).train
-    assert isinstance(batches, DrawnBatches)
     count = len(batches.plain.sources)
     assert batches.plain.dropped > 0
     for epoch in range(2):
@@ -145,7 +139,6 @@ def test_a_run_with_sampling_and_mixture_resumes_in_the_middle_of_an_epoch(folde
 
 def test_every_rank_has_the_same_batches_and_their_parts_are_the_whole(folder: Path) -> None:
     one, other = loaded(folder, **SAMPLING), loaded(folder, **SAMPLING)
-    assert isinstance(one.train, DrawnBatches)
     assert one.fingerprint == other.fingerprint
     assert list(one.train.epoch(1)) == list(other.train.epoch(1))
     step = one.train.epoch(1)[:3]
@@ -164,7 +157,6 @@ def test_an_error_of_the_thread_that_draws_the_next_epoch_is_raised_there(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = loaded(folder, **SAMPLING).train
-    assert isinstance(batches, DrawnBatches)
     batches.count(0)
 
     def full(*_: object) -> None:

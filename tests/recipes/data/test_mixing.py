@@ -95,7 +95,7 @@ def test_a_run_resumes_in_the_middle_of_an_epoch_of_a_mixture() -> None:
 
     whole = steps(0, 0, 20)
     for taken in (1, 5, 13):
-        epoch, done = whole[taken - 1][0]  # type: ignore[index]
+        epoch, done = whole[taken - 1][0]
         assert steps(epoch, done, 20 - taken) == whole[taken:]
 
 

@@ -51,13 +51,13 @@ PACKED = [gzip.compress, lzma.compress, bz2.compress, zstd, lz4]
 @pytest.mark.parametrize("pack", [*PACKED, bytes])
 @pytest.mark.parametrize("name", ["a.en", "a.en.gz", "a.xz"])
 def test_a_packed_file_is_read_whatever_its_name(pack: object, name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_bytes(pack(TEXT))  # type: ignore[operator]
+    (tmp_path / name).write_bytes(pack(TEXT))
     assert read_lines(tmp_path / name) == LINES
 
 
 @pytest.mark.parametrize("pack", PACKED)
 def test_a_packed_file_that_is_cut_is_refused(pack: object, tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(pack(TEXT * 999)[:-9])  # type: ignore[operator]
+    (tmp_path / "a").write_bytes(pack(TEXT * 999)[:-9])
     with pytest.raises(DataError, match="cannot be unpacked"):
         read_lines(tmp_path / "a")
 
@@ -169,7 +169,7 @@ PAIRS = [(f"a {number}", f"b {number}") for number in range(9)]
 
 
 def run(train: tuple[str, str], valid: tuple[str, str], **more: object) -> Corpora:
-    return Corpora(RunConfig(data=replace(DataConfig(format="text", train=train, valid=valid), **more)))  # type: ignore[arg-type]
+    return Corpora(RunConfig(data=replace(DataConfig(format="text", train=train, valid=valid), **more)))
 
 
 def test_a_copy_of_the_training_data_is_refused_as_the_file_itself_is(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recipes.translation.commands.training import prepare
-from recipes.translation.data import token_store, training_ids, training_text
+from recipes.translation.data import token_store, training_text
 from recipes.translation.data.batches import Steps
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.data.corpora import Corpora
@@ -45,7 +45,6 @@ TWO: dict[str, Any] = {"a": {"weight": 2}, "b": {"source": "de", "target": "en",
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_text, "SLICE", 24)
-    monkeypatch.setattr(training_ids, "SLICE", 32)
     monkeypatch.setattr(token_store, "PART", 40)
 
 
@@ -65,8 +64,8 @@ def test_the_ids_are_those_of_every_pair_under_the_tags_of_its_corpus(tmp_path: 
         f"<2en> <bt> {pair.target}" for pair in forward
     ]
     targets = [pair.target for pair in forward] + [pair.source for pair in forward]
-    assert list(corpus.train.sources) == corpus.source.encode(sources)  # type: ignore[union-attr]
-    assert list(corpus.train.targets) == corpus.target.encode(targets)  # type: ignore[union-attr]
+    assert list(corpus.train.sources) == corpus.source.encode(sources)
+    assert list(corpus.train.targets) == corpus.target.encode(targets)
     text = Corpora(config).text
     assert list(zip(text.sources, text.targets, strict=True))[:100] == forward
 
@@ -85,7 +84,7 @@ def test_a_run_resumes_in_the_middle_of_an_epoch_also_where_its_store_is_elsewhe
     train(stored(tmp_path, **({"data.cache": str(tmp_path / "moved")} if moved else {})))
     train(tiny(tmp_path / "whole", CHANGES))
     found, expected = (load_training(tmp_path / name / "last") for name in ("run", "whole"))
-    assert 0 < found.state.batch < len(load_corpus(stored(tmp_path)).train)  # type: ignore[arg-type]
+    assert 0 < found.state.batch < len(load_corpus(stored(tmp_path)).train)
     assert all(torch.equal(found.weights[name], expected.weights[name]) for name in expected.weights)
 
 
@@ -146,7 +145,7 @@ def test_what_changes_in_a_file_is_read_again(tmp_path: Path) -> None:
         for name in ("a.en", "a.de"):
             (tmp_path / name).write_text("\n".join(lines) + "\n")
         corpus = load_corpus(stored(tmp_path, **files, **small))
-        assert corpus.source.decode([corpus.train.sources[place]]) == [other]  # type: ignore[union-attr]
+        assert corpus.source.decode([corpus.train.sources[place]]) == [other]
         models.add(corpus.source.digest)
     assert len(models) == 1  # the subwords are made from other lines: only the file itself tells
     assert len(stores(tmp_path, "ids")) == 2
@@ -157,7 +156,7 @@ def test_numpy_reads_the_files_of_a_store(tmp_path: Path) -> None:
     (folder,) = stores(tmp_path, "ids")
     ids = numpy.fromfile(folder / "target.values", "<u2")
     ends = numpy.fromfile(folder / "target.ends", "<u8")
-    assert [part.tolist() for part in numpy.split(ids, ends[:-1])] == list(corpus.train.targets)  # type: ignore[union-attr]
+    assert [part.tolist() for part in numpy.split(ids, ends[:-1])] == list(corpus.train.targets)
 
 
 DAMAGES = ["a byte", "a file", "one more", "the note", "no note", "a link", "a pipe"]
@@ -334,7 +333,7 @@ def test_a_sequence_in_files_is_the_one_that_was_written(
 
 def test_what_is_mapped_is_sent_to_another_process_by_name(tmp_path: Path) -> None:
     corpus = load_corpus(stored(tmp_path, **{"data.builtin_pairs": 2_000}))
-    assert len(pickle.dumps(corpus.train.sources)) < 1_000  # type: ignore[union-attr]
+    assert len(pickle.dumps(corpus.train.sources)) < 1_000
 
 
 @given(st.integers(1, 30), st.integers(0, 40))
@@ -358,5 +357,5 @@ def test_steps_are_resumed_anywhere(tmp_path: Path) -> None:
         return [(position, [batch.src.tolist() for batch in made]) for position, made in found]
 
     whole = steps(0, 0, 12)
-    epoch, done = whole[6][0]  # type: ignore[index]
+    epoch, done = whole[6][0]
     assert steps(epoch, done, 5) == whole[7:]

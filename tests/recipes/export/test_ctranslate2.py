@@ -12,16 +12,17 @@ import torch
 import torch.nn.functional as F
 
 from models import length_normaliser
-from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import CheckpointError, ConfigError
-from recipes.translation.export import ctranslate2_engine, ctranslate2_model
+from recipes.translation.export import ctranslate2_model
 from recipes.translation.run_folder.translator import Translator, tensors_of
-from recipes.translation.settings.config import DecodingConfig, SubwordConfig
-from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
+from recipes.translation.settings.config import DecodingConfig
+from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords
+from recipes.translation.translating import ctranslate2_engine
 from recipes.translation.translating.translate import translate
 from tests.recipes.export.translators import SENTENCES, as_saved, random_translator, recorded, under
 from tests.recipes.plain_scores import log_probability
-from tests.recipes.random_translator import fingerprint
+from tests.recipes.random_translator import fingerprint, subwords_in
+from tests.recipes.tiny import tiny
 
 pytestmark = pytest.mark.formats
 
@@ -29,8 +30,7 @@ pytestmark = pytest.mark.formats
 @pytest.fixture(scope="module")
 def subwords(tmp_path_factory: pytest.TempPathFactory) -> Subwords:
     folder = tmp_path_factory.mktemp("subwords")
-    train_subwords([side for pair in pairs(200, 1) for side in pair], folder / "joint", SubwordConfig(vocab_size=360))
-    return Subwords.load(folder / "joint.model")
+    return subwords_in(folder, tiny(folder))
 
 
 def exported(
@@ -88,8 +88,8 @@ def test_minimum_length_and_ngrams_are_those_of_the_model(
     translator = random_translator(subwords, tmp_path / "run", {"decoding.max_length": 30}, end=1.0)
     found = exported(translator, tmp_path / "exported")
     decoding = translator.config.decoding
-    ours = translate(translator.with_decoding(replace(decoding, **rule)), SENTENCES)  # type: ignore[arg-type]
-    assert ctranslate2_engine.translate(under(found, replace(decoding, **rule)), SENTENCES) == ours  # type: ignore[arg-type]
+    ours = translate(translator.with_decoding(replace(decoding, **rule)), SENTENCES)
+    assert ctranslate2_engine.translate(under(found, replace(decoding, **rule)), SENTENCES) == ours
     assert ours != translate(translator.with_decoding(decoding), SENTENCES)
 
 
@@ -106,7 +106,7 @@ def test_of_the_hypotheses_the_best_by_our_own_normalisation_is_taken(
 ) -> None:
     translator = random_translator(subwords, tmp_path / "run", {})
     found = exported(translator, tmp_path / "exported")
-    decoding = replace(translator.config.decoding, beam=4, length_penalty=2.0, length_norm=norm)  # type: ignore[arg-type]
+    decoding = replace(translator.config.decoding, beam=4, length_penalty=2.0, length_norm=norm)
     ours = ctranslate2_engine.translate(under(found, decoding), SENTENCES)
     without = ctranslate2_engine.translate(under(found, replace(decoding, length_penalty=0.0)), SENTENCES)
     assert ours != without
@@ -124,7 +124,7 @@ def test_of_the_hypotheses_the_best_by_our_own_normalisation_is_taken(
             min_decoding_length=0,
         )
         scores = [
-            score / length_normaliser(len(tokens) + 1, 2.0, norm)  # type: ignore[arg-type]
+            score / length_normaliser(len(tokens) + 1, 2.0, norm)
             for tokens, score in zip(result.hypotheses, result.scores, strict=True)
         ]
         best = result.hypotheses[scores.index(max(scores))]

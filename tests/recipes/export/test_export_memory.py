@@ -14,8 +14,7 @@ import pytest
 
 from models import EncoderDecoder
 from recipes.translation.run_folder.checkpoint import save_model
-from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
-from tests.recipes.random_translator import random_translator
+from tests.recipes.random_translator import random_translator, translator_of
 from tests.recipes.tiny import tiny
 
 pytestmark = pytest.mark.formats
@@ -29,10 +28,9 @@ LARGE = {**SMALL, "model.d_model": 768, "model.d_ff": 3072}
 
 def saved_run(folder: Path, changes: dict[str, Any]) -> tuple[Path, EncoderDecoder]:
     subwords = random_translator(folder).source
-    config = tiny(folder / "run", changes)
-    model = build_model(model_sizes(config.model), subwords, subwords)
-    save_model(folder / "run" / "best", Translator(config, model, subwords, subwords), {"step": 1})
-    return folder / "run", model
+    made = translator_of(tiny(folder / "run", changes), subwords, subwords)
+    save_model(folder / "run" / "best", made, {"step": 1})
+    return folder / "run", made.model
 
 
 @pytest.fixture(scope="module")

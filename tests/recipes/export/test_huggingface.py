@@ -18,12 +18,13 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError
 from recipes.translation.export import huggingface_model
 from recipes.translation.export.lost_settings import lost_settings
-from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import DecodingConfig, SubwordConfig, load_config
 from recipes.translation.text.model_text import ModelText
 from recipes.translation.text.subwords import BOS, EOS, PAD, Subwords, train_subwords
 from recipes.translation.translating.translate import translate
 from tests.recipes.export.translators import SENTENCES, as_saved, random_translator, recorded
+from tests.recipes.random_translator import translator_of
 from tests.recipes.tiny import tiny
 
 pytestmark = pytest.mark.formats
@@ -70,9 +71,7 @@ def test_log_probabilities_are_those_of_the_model(norm: str, tie: str, joint: Su
 
 def two_vocabularies(norm: str, joint: Subwords, german: Subwords, run: Path) -> Translator:
     config = tiny(run, {"model.norm": norm, "model.tie": "target", "subwords.joint": False})
-    torch.manual_seed(1)
-    model = build_model(model_sizes(config.model), joint, german)
-    return Translator(config, model.eval(), joint, german)
+    return translator_of(config, joint, german)
 
 
 def test_two_vocabularies_are_kept_apart(joint: Subwords, german: Subwords, tmp_path: Path) -> None:
@@ -123,8 +122,7 @@ def test_ctranslate2s_own_converter_reads_the_folder_and_translates_as_the_run(
 ) -> None:
     translator = random_translator(joint, tmp_path / "run", {"model.norm": norm, "model.tie": tie}, end=1.0)
     huggingface_model.write(as_saved(translator), tmp_path / "exported")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         TransformersConverter(str(tmp_path / "exported")).convert(str(tmp_path / "converted"))
     engine = ctranslate2.Translator(str(tmp_path / "converted"), intra_threads=1)
     pieces = [joint.pieces()[each] for each in range(len(joint))]

@@ -181,7 +181,7 @@ def test_graphs_that_are_not_the_model_are_refused(both: tuple[EncoderDecoder, E
     check(exported.folder, exported.names, exported.on_meta(), tensors_of(model))
     other = copy.deepcopy(model)
     with torch.no_grad():
-        other.decoder.layers[0].feed_forward.outer.bias[0] += 1  # type: ignore[union-attr]
+        other.decoder.layers[0].feed_forward.outer.bias[0] += 1
     with pytest.raises(ConfigError, match=r"torch.onnx does not export this model correctly: .* differ by up to"):
         check(exported.folder, exported.names, exported.on_meta(), tensors_of(other))
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from recipes.translation.data.builtin_corpus import pairs
-from recipes.translation.export.ctranslate2_engine import ExportedTranslator
 from recipes.translation.run_folder.checkpoint import SavedModel
 from recipes.translation.run_folder.translator import Translator, build_model, model_sizes, tensors_of
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import EOS, Subwords
+from recipes.translation.translating.ctranslate2_engine import ExportedTranslator
 from tests.recipes.tiny import tiny
 
 SENTENCES = [pair.source for pair in pairs(64, 3)]

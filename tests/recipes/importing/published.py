@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import shutil
 import warnings
 from collections.abc import Sequence
 from functools import cache
@@ -16,10 +14,11 @@ import sentencepiece
 import torch
 
 from recipes.translation.data.builtin_corpus import pairs
+from tests.recipes.trained_elsewhere import trained_elsewhere
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with warnings.catch_warnings(action="ignore"):
     from transformers import (
+        AutoModelForSeq2SeqLM,
         GenerationConfig,
         M2M100Config,
         M2M100ForConditionalGeneration,
@@ -60,16 +59,8 @@ def made_up_words(side: int) -> list[str]:
 @cache
 def spm(side: int, kind: str = "unigram", size: int = 300) -> bytes:
     """A sentencepiece model of one side of the built-in corpus, with sentencepiece's own special ids."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([*(pair[side] for pair in pairs(300, 1)), *made_up_words(side)]),
-        model_writer=model,
-        vocab_size=size,
-        model_type=kind,
-        num_threads=1,
-        minloglevel=2,
-    )
-    return model.getvalue()
+    sentences = [*(pair[side] for pair in pairs(300, 1)), *made_up_words(side)]
+    return trained_elsewhere(sentences, vocab_size=size, model_type=kind)
 
 
 def pieces_of(model: bytes) -> list[str]:
@@ -93,8 +84,7 @@ def save(model: PreTrainedModel, folder: Path, **generation: Any) -> None:
         if hasattr(model, "final_logits_bias"):
             model.final_logits_bias.normal_(std=0.3)
     model.generation_config = GenerationConfig(**generation)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         model.save_pretrained(folder)
 
 
@@ -197,15 +187,19 @@ def mbart(folder: Path, *, fifty: bool = True, **changes: Any) -> Path:
     return folder
 
 
-def copy_of(folder: Path, to: Path) -> Path:
-    return shutil.copytree(folder, to)
+def model_of(folder: Path) -> Any:
+    """transformers' own model."""
+    with warnings.catch_warnings(action="ignore"):
+        return AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
 
 
-def tokenizer_of(folder: Path) -> Any:
-    """transformers' own tokenizer."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+def tokenizer_of(folder: Path, source: str = "", target: str = "") -> Any:
+    """transformers' own tokenizer, of these languages if the model has tags for them."""
+    with warnings.catch_warnings(action="ignore"):
         name = json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"]
         kinds: Sequence[Any] = (MarianTokenizer, M2M100Tokenizer, NllbTokenizer, MBart50Tokenizer, MBartTokenizer)
         (kind,) = (each for each in kinds if each.__name__ == name)
-        return kind.from_pretrained(folder)
+        tokenizer = kind.from_pretrained(folder)
+    if source:
+        tokenizer.src_lang, tokenizer.tgt_lang = source, target
+    return tokenizer

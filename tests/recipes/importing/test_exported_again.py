@@ -12,17 +12,19 @@ import ctranslate2
 import pytest
 import torch
 from ctranslate2.converters import TransformersConverter
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from recipes.translation.errors import ConfigError
-from recipes.translation.export import ctranslate2_engine, ctranslate2_model, huggingface_model, onnx_model
+from recipes.translation.export import ctranslate2_model, huggingface_model, onnx_model
 from recipes.translation.importing.published_model import read_model
-from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import load_config
 from recipes.translation.text.subwords import EOS, PAD
+from recipes.translation.translating import ctranslate2_engine
 from recipes.translation.translating.translate import translate
 from tests.recipes.export.translators import as_saved, under
 from tests.recipes.importing import published
+from tests.recipes.random_translator import translator_of
 
 pytestmark = pytest.mark.formats
 
@@ -53,9 +55,7 @@ def test_transformers_has_the_same_logits_of_an_imported_marian_model_again(
     imported: Translator, tmp_path: Path
 ) -> None:
     huggingface_model.write(as_saved(imported), tmp_path / "exported")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "exported").eval()
+    theirs = published.model_of(tmp_path / "exported")
     tokenizer = published.tokenizer_of(tmp_path / "exported")
     batch = tokenizer(SENTENCES, return_tensors="pt", padding=True)
     symbols = imported.source.symbols
@@ -105,17 +105,14 @@ def test_every_imported_model_leaves_for_transformers_and_ctranslate2_with_the_s
     assert ctranslate2_engine.translate(ctranslate2_engine.load(tmp_path / "ctranslate2"), SENTENCES) == ours
 
     huggingface_model.write(as_saved(translator), tmp_path / "hf")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "hf").eval()
+    with warnings.catch_warnings(action="ignore"):
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
         TransformersConverter(str(tmp_path / "hf")).convert(str(tmp_path / "converted"))
-    before = published.tokenizer_of(folder)
     batch = tokenizer(SENTENCES, return_tensors="pt", padding=True)
     if tag:
-        before.src_lang, before.tgt_lang = languages
+        before = published.tokenizer_of(folder, *languages)
         assert batch.input_ids.tolist() == before(SENTENCES, padding=True).input_ids
-    ids = model.generate(**batch)
+    ids = published.model_of(tmp_path / "hf").generate(**batch)
     assert [text.strip() for text in tokenizer.batch_decode(ids, skip_special_tokens=True)] == ours
     prefix = [[tag] for _ in SENTENCES] if tag else None
     pieces = [tokenizer.convert_ids_to_tokens(row) for row in tokenizer(SENTENCES).input_ids]
@@ -164,8 +161,7 @@ def student_of(kind: str, folder: Path) -> Translator:
     made, languages, _ = KINDS[kind]
     teacher = read_model(made(folder / "model"), Path("run"), *languages).translator
     config = load_config(None, {"model.preset": "tiny", "model.d_model": 16, "model.heads": 2, "run": str(folder)})
-    model = build_model(model_sizes(config.model), teacher.source, teacher.target)
-    return Translator(config, model, teacher.source, teacher.target)
+    return translator_of(config, teacher.source, teacher.target)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -187,8 +183,7 @@ def test_an_exported_tokenizer_has_the_models_own_languages(kind: str, tmp_path:
     translator = read_model(made(tmp_path / "model"), Path("run"), *languages).translator
     columns = replace(translator, config=translator.config.with_languages("column a", "column b"))
     huggingface_model.write(as_saved(columns), tmp_path / "hf")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert (tokenizer.src_lang, tokenizer.tgt_lang) == languages
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,9 @@ from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.importing.published_model import import_model, read_model
 from recipes.translation.run_folder.step_records import read_metrics
 from recipes.translation.settings.config import load_config
-from recipes.translation.text.subwords import EOS, PAD, UNK, Subwords
+from recipes.translation.text.subwords import EOS, PAD, UNK
 from recipes.translation.train import train
-from recipes.translation.translating.search_options import SearchOptions
-from recipes.translation.translating.translate import Task, alternatives, search_rows
+from recipes.translation.translating.translate import SearchOptions, Task, alternatives, search_rows
 from tests.recipes.importing import published
 from tests.recipes.importing.tuned import PAIRS, files, tuning
 from tests.recipes.plain_scores import log_probability
@@ -37,24 +35,19 @@ pytestmark = pytest.mark.formats
 def test_training_goes_on_from_an_imported_run_with_the_loss_of_transformers(
     make: object, languages: tuple[str, str], tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForSeq2SeqLM
-
-    folder = make(tmp_path / "model")  # type: ignore[operator]
+    folder = make(tmp_path / "model")
     import_model(folder, tmp_path / "run", *languages)
     config = load_config(saved_file(tmp_path / "run", "best", "config.yaml"), tuning(tmp_path / "run", tmp_path))
     train(config, insist=True)
     found, before = load_weights(tmp_path / "tuned" / "last"), load_weights(tmp_path / "run" / "best")
     assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
-    tokenizer = published.tokenizer_of(folder)
-    if languages[0]:
-        tokenizer.src_lang, tokenizer.tgt_lang = languages
+    tokenizer = published.tokenizer_of(folder, *languages)
     sources, targets = zip(*PAIRS, strict=True)
     tokens = tokenizer(list(sources), text_target=list(targets), padding=True, return_tensors="pt")
     labels = tokens.pop("labels")
     pad = tokenizer.pad_token_id
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        theirs = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    theirs = published.model_of(folder)
+    with torch.no_grad():
         start = torch.full((len(PAIRS), 1), theirs.config.decoder_start_token_id)
         given = torch.cat((start, labels[:, :-1]), 1)
         expected = theirs(**tokens, decoder_input_ids=given, labels=labels.masked_fill(labels == pad, -100)).loss
@@ -119,7 +112,6 @@ def test_a_target_language_before_the_sentence_is_one_subword(tmp_path: Path) ->
 
 def test_sampled_subwords_of_an_imported_model_are_of_its_vocabulary_and_spell_the_same(tmp_path: Path) -> None:
     subwords = read_model(published.marian(tmp_path / "model"), Path("run")).translator.source
-    assert isinstance(subwords, Subwords)
     text = "Two trains leave at half past seven."
     drawn = subwords.sample(subwords.encode([text] * 200), range(200), 0.2)
     assert len({tuple(row) for row in drawn}) > 100

@@ -60,8 +60,7 @@ def pieces(lora: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def peft_model(folder: Path) -> Any:
     """transformers' model with PEFT's LoRA, in float64."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForSeq2SeqLM
 
@@ -71,9 +70,7 @@ def peft_model(folder: Path) -> Any:
 
 
 def batch_of(folder: Path, languages: tuple[str, str], start: int) -> dict[str, Tensor]:
-    tokenizer = published.tokenizer_of(folder)
-    if languages[0]:
-        tokenizer.src_lang, tokenizer.tgt_lang = languages
+    tokenizer = published.tokenizer_of(folder, *languages)
     sources, targets = zip(*PAIRS, strict=True)
     tokens = tokenizer(list(sources), text_target=list(targets), padding=True, return_tensors="pt")
     labels = tokens["labels"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -21,8 +20,8 @@ from recipes.translation.commands import main
 from recipes.translation.data.batches import pad_rows, padded_batch
 from recipes.translation.errors import CheckpointError
 from recipes.translation.importing.folder import read_config, read_generation
-from recipes.translation.importing.generation import decoding_of
 from recipes.translation.importing.published_model import import_model, read_model
+from recipes.translation.importing.settings import decoding_of
 from recipes.translation.importing.tokenizer import our_tokenizer
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.translator import Translator
@@ -71,14 +70,6 @@ class Pair(NamedTuple):
     languages: tuple[str, str]
 
 
-def load_theirs(folder: Path) -> Any:
-    from transformers import AutoModelForSeq2SeqLM
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
-
-
 @pytest.fixture(scope="module", params=CASES, ids=lambda name: name.replace(" ", "-"))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     case = CASES[request.param]
@@ -87,15 +78,12 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     start = read_generation(folder)[0]["decoder_start_token_id"]
     tokenizer = our_tokenizer(folder, read_config(folder), start, case.languages)
     ids = (torch.tensor(tokenizer.source_ids), torch.tensor(tokenizer.target_ids))
-    return Pair(load_theirs(folder), ours, *ids, folder, case.languages)
+    return Pair(published.model_of(folder), ours, *ids, folder, case.languages)
 
 
 def tokens_of(pair: Pair) -> Any:
     """Return transformers' tokens of SENTENCES and TARGETS, as lists."""
-    tokenizer = published.tokenizer_of(pair.folder)
-    if pair.languages[0]:
-        tokenizer.src_lang, tokenizer.tgt_lang = pair.languages
-    return tokenizer(SENTENCES, text_target=TARGETS)
+    return published.tokenizer_of(pair.folder, *pair.languages)(SENTENCES, text_target=TARGETS)
 
 
 def test_ids_and_text_are_those_of_transformers_tokenizer(pair: Pair) -> None:
@@ -208,7 +196,7 @@ def table(rows: int, width: int, steps: int) -> Tensor:
 
 def test_the_gradient_of_a_step_is_that_of_transformers_own_loss(pair: Pair) -> None:
     batch = batch_of(pair)
-    theirs = exact(load_theirs(pair.folder))
+    theirs = exact(published.model_of(pair.folder))
     model = read_model(pair.folder, Path("run"), *pair.languages).translator.model.double()
     loss = seqpar.linear_cross_entropy(
         model(batch.src, batch.tgt_in),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from random import Random
 from typing import Any, NamedTuple
 
 import pytest
-import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +21,7 @@ from recipes.translation.run_folder.translator import Translator
 from recipes.translation.text.sentencepiece_file import kind_of_model, model_of
 from recipes.translation.text.subwords import UNK
 from tests.recipes.importing import published
+from tests.recipes.trained_elsewhere import trained_elsewhere
 
 pytestmark = pytest.mark.formats
 
@@ -40,18 +39,10 @@ and it leaves out a mark behind a character that normalisation changes."""
 @cache
 def spm(side: int, kind: str = "unigram") -> bytes:
     """A sentencepiece model of made-up words in several scripts."""
-    draw, model = Random(side), io.BytesIO()
+    draw = Random(side)
     words = ["".join(draw.choices(letters, k=draw.randint(1, 5))) for letters in SCRIPTS for _ in range(150)]
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=(" ".join(draw.choices(words, k=5)) + "." for _ in range(600)),
-        model_writer=model,
-        vocab_size=420,
-        model_type=kind,
-        character_coverage=1.0,
-        num_threads=1,
-        minloglevel=2,
-    )
-    return model.getvalue()
+    sentences = (" ".join(draw.choices(words, k=5)) + "." for _ in range(600))
+    return trained_elsewhere(sentences, vocab_size=420, model_type=kind, character_coverage=1.0)
 
 
 class Case(NamedTuple):
@@ -87,9 +78,7 @@ def ours(case: Case) -> Translator:
 
 @pytest.fixture(scope="module")
 def theirs(case: Case) -> Any:
-    tokenizer = published.tokenizer_of(case.alone)
-    tokenizer.src_lang = case.languages[0]
-    return tokenizer
+    return published.tokenizer_of(case.alone, *case.languages)
 
 
 def test_pieces_scores_and_rules_are_those_of_the_sentencepiece_model(case: Case, ours: Translator) -> None:

@@ -27,8 +27,7 @@ from recipes.translation.training.layout import Layout
 from recipes.translation.training.loaded_models import loaded_models
 from recipes.translation.training.parts import layers_of, local_of
 from recipes.translation.training.student_data import FOLDER, translations_of
-from recipes.translation.translating.search_options import Sampling, SearchOptions
-from recipes.translation.translating.translate import Translation, alternatives
+from recipes.translation.translating.translate import Sampling, SearchOptions, Translation, alternatives
 from seqpar.testing.ranks import ranks
 from tests.recipes.processes.layouts import LAYOUTS
 from tests.recipes.random_translator import random_translator

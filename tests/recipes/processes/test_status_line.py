@@ -22,7 +22,7 @@ from recipes.translation.run_folder.checkpoint import TrainingState, load_transl
 from recipes.translation.text.subwords import EOS
 from recipes.translation.training.progress import Progress
 from recipes.translation.training.validation import Validation
-from recipes.translation.translating.in_batches import in_batches
+from recipes.translation.translating.translate import in_batches
 from tests.recipes.random_translator import random_translator
 
 SENTENCES = [f"The number is {word}." for word in ("one", "twenty two", "three", "four hundred", "five")]

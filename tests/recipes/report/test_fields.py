@@ -105,19 +105,22 @@ def test_numbers_beyond_what_can_be_drawn_are_left_out(tmp_path: Path) -> None:
 def test_a_report_says_whose_the_scores_are(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     digests = []
-    for seed, name in enumerate(("best", "averaged"), start=1):
+    for seed, name in enumerate(("best", "averaged", "last"), start=1):
         save_model(run / name, random_translator(tmp_path / name, seed), {"step": 1})
         digests.append(weights_digest(run / name))
     record = json.loads((run / "test.scores.json").read_text())
     for weights, said in (
         ([digests[0]], "run (best)"),
         ([digests[1]], "run (averaged)"),
+        ([digests[2]], "run (last)"),
         ([digests[1], "0a", "0b"], "run (averaged, with 2 other models)"),
         (["0a"], "run (an earlier model)"),
         ([], "run (model not recorded)"),
     ):
         (run / "test.scores.json").write_text(json.dumps({**record, "weights": weights}))
-        assert f">{said}<" in report(read_run(run))
+        page = report(read_run(run))
+        assert f">{said}<" in page
+        assert ("A later model has replaced the earlier one: evaluate it again." in page) == ("earlier" in said)
 
 
 def test_the_command_names_the_model_that_evaluate_used(tmp_path: Path) -> None:

@@ -15,11 +15,9 @@ from recipes.translation.report.charts import Series, bins_of, histogram, line_c
 from recipes.translation.report.draw import format_number, report, write_report
 from recipes.translation.report.figures import bin_means, chrf_of_sentences, curves
 from recipes.translation.report.records import RunRecords, read_run
-from recipes.translation.run_folder.checkpoint import save_model
-from recipes.translation.run_folder.made_from import weights_digest
 from recipes.translation.scores.scores import score_of
 from recipes.translation.settings.metrics import METRICS
-from tests.recipes.random_translator import random_translator
+from tests.recipes.command_line import refusal
 from tests.recipes.report.made import SENTENCES, lines, make_run, samples, step, validation
 
 CURVES = [metric.title for metric in METRICS.values()]
@@ -129,7 +127,6 @@ def test_how_a_translation_changed_is_shown_from_the_first_validation_to_the_new
 
 def test_the_worst_sentences_come_first(run: Path, page: Page) -> None:
     newest = read_run(run).newest
-    assert newest is not None
     each = [score_of("chrf", [found], [reference], lowercase=False) for _, reference, found in SENTENCES]
     assert chrf_of_sentences(newest) == pytest.approx(each)
     text = page.text.partition("The worst sentences")[2]
@@ -267,12 +264,6 @@ def test_each_corpus_with_validation_data_has_its_curve(tmp_path: Path, series: 
     assert "the others are each of 6 corpora" in charts["BLEU"].caption
 
 
-def scores_of(run: Path) -> str:
-    """The page's table of scores."""
-    page = report(read_run(run))
-    return page[page.index(">test set<") - 100 : page.index(">test set<") + 300]
-
-
 @pytest.mark.parametrize(("points", "steps", "marked"), [(False, 3, 0), (True, 60, 60), (True, 61, 0)])
 def test_values_are_marked_where_that_is_wanted_and_they_are_few(points: bool, steps: int, marked: int) -> None:
     values = [1.0] * steps
@@ -311,24 +302,6 @@ def test_curves_of_validations_have_as_many_points_as_is_said_and_the_newest(
     assert {value for each in series.get("Peak memory (GiB)", []) for value in each.y} <= {3.0}
 
 
-def test_scores_say_of_which_model_they_are(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    found = tmp_path / "run" / "test.scores.json"
-    record = json.loads(found.read_text())
-    assert ">run (model not recorded)<" in scores_of(run)
-    made = random_translator(tmp_path / "other")
-    save_model(run / "best", made, {"step": 1})
-    found.write_text(json.dumps({**record, "weights": [weights_digest(run / "best")]}))
-    assert ">run (best)<" in scores_of(run)
-    save_model(run / "last", made, {"step": 1})
-    save_model(run / "best", random_translator(tmp_path / "later", seed=5), {"step": 2})
-    assert ">run (last)<" in scores_of(run)
-    save_model(run / "last", random_translator(tmp_path / "later", seed=5), {"step": 2})
-    page = Page(report(read_run(run)))
-    assert "run (an earlier model)" in page.text
-    assert "A later model has replaced the earlier one: evaluate it again." in page.text
-
-
 def test_a_page_that_cannot_be_written_leaves_nothing_beside_it(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (tmp_path / "out").mkdir()
@@ -363,14 +336,9 @@ def test_the_command_writes_beside_the_run_or_where_it_is_told(
         assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
 
 
-def test_a_folder_without_a_run_and_two_runs_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == (
-        f"error: {tmp_path} has no records of training (metrics.jsonl): name the folder of a run\n"
-    )
-    with pytest.raises(SystemExit, match="2"):
-        main(["report", "a", "b"])
-    assert "name one run; got 2; the command compare has the scores of several" in capsys.readouterr().err
+def test_a_folder_without_a_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = f"error: {tmp_path} has no records of training (metrics.jsonl): name the folder of a run"
+    assert refusal(capsys, "report", str(tmp_path)) == said
 
 
 def test_a_run_without_settings_is_still_a_page() -> None:

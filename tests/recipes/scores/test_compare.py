@@ -13,8 +13,7 @@ from recipes.translation.commands import main
 from recipes.translation.data.sentence_pairs import load_pairs
 from recipes.translation.run_folder.checkpoint import save_model
 from recipes.translation.run_folder.made_from import weights_digest
-from recipes.translation.scores.compare import compare
-from recipes.translation.scores.paired_tests import compare_metrics
+from recipes.translation.scores.compare import compare, compare_metrics
 from recipes.translation.scores.scores import measure
 from recipes.translation.train import train
 from tests.recipes.command_line import refusal

@@ -120,10 +120,6 @@ def test_a_command_that_cannot_run_is_refused_before_the_work(
     assert message in refusal(capsys, "evaluate", *files, f"--metric-command={command}")
 
 
-def test_without_sources_it_is_refused(files: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "name them with --sources" in refusal(capsys, "evaluate", *files[:2], "--metric-command", "cat")
-
-
 BY_LENGTH = "len(row['translation']) - len(row.get('reference', row['source']))"
 TEXTS_OF_TWO = [["aa", "b", "cccc", "dddd"], ["eee"]]
 

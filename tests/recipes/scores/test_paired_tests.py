@@ -13,11 +13,9 @@ from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.metrics.ter import TER
 from sacrebleu.significance import PairedTest
 
-from recipes.translation.scores import paired_tests
-from recipes.translation.scores.bootstrap import resampled_scores
-from recipes.translation.scores.paired_tests import compare_metrics, p_value, shuffled_differences
-from recipes.translation.scores.scores import measure
-from recipes.translation.scores.statistics import Measured, mean_of
+from recipes.translation.scores import compare as compare_module
+from recipes.translation.scores.compare import compare_metrics, p_value, shuffled_differences
+from recipes.translation.scores.scores import Measured, mean_of, measure, resampled_scores
 from tests.recipes.scores.examples import damaged, references
 
 REFERENCES = references(30)
@@ -30,8 +28,8 @@ def measured(texts: list[str]) -> list[Measured]:
 
 
 def test_resamples_and_trials_are_sacrebleus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paired_tests, "RESAMPLES", 400)
-    monkeypatch.setattr(paired_tests, "TRIALS", 600)
+    monkeypatch.setattr(compare_module, "RESAMPLES", 400)
+    monkeypatch.setattr(compare_module, "TRIALS", 600)
     systems = measured(BETTER), measured(WORSE)
     ours = compare_metrics(*systems)
     metrics = {"BLEU": BLEU(force=True), "chrF": CHRF(), "TER": TER()}
@@ -94,8 +92,8 @@ def test_a_large_difference_is_significant_and_a_small_one_is_not() -> None:
 
 
 def test_of_equal_systems_one_in_twenty_seems_to_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paired_tests, "RESAMPLES", 200)
-    monkeypatch.setattr(paired_tests, "TRIALS", 200)
+    monkeypatch.setattr(compare_module, "RESAMPLES", 200)
+    monkeypatch.setattr(compare_module, "TRIALS", 200)
     draw = np.random.default_rng(3)
     found = []
     for _ in range(300):
@@ -118,6 +116,6 @@ def test_both_tests_agree_on_large_test_sets() -> None:
 def test_trials_do_not_depend_on_the_memory_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     systems = measured(BETTER), measured(WORSE)
     whole = shuffled_differences(*systems, trials=50)
-    monkeypatch.setattr(paired_tests, "CELLS", 7 * len(REFERENCES))
+    monkeypatch.setattr(compare_module, "CELLS", 7 * len(REFERENCES))
     for one, other in zip(whole, shuffled_differences(*systems, trials=50), strict=True):
         assert np.array_equal(one, other)

@@ -58,4 +58,4 @@ def test_no_candidates_and_unknown_utilities_are_refused() -> None:
     with pytest.raises(ValueError, match="no candidates"):
         best_by_mbr([], "chrf")
     with pytest.raises(ValueError, match="utility is 'ter': it must be chrf or bleu"):
-        best_by_mbr(["a"], "ter")  # type: ignore[arg-type]
+        best_by_mbr(["a"], "ter")

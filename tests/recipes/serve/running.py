@@ -27,7 +27,6 @@ def running(*words: str | Path) -> Iterator[Running]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     try:
-        assert process.stdout is not None
         for line in process.stdout:
             if found := re.search(r"http://[^ ]+:\d+", line):
                 yield Running(process, found[0])

@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 
 from recipes.translation.serve.app import Guard, application
+from recipes.translation.serve.asked import Limits
 from recipes.translation.serve.batching import Batcher, Line, Wanted
-from recipes.translation.serve.bodies import Limits
 from tests.recipes.serve.recorder import Recorder
 
 GOOD = {"q": "a", "source": "en", "target": "de"}
@@ -32,6 +32,16 @@ def serving(model: Recorder, loopback: bool = False, **limits: Any) -> Iterator[
 def client_of(app: Guard) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=30)
+
+
+def asked(app: Guard, method: str, path: str, **request: Any) -> httpx.Response:
+    """Send one request, as httpx takes it, and return the answer."""
+
+    async def send() -> httpx.Response:
+        async with client_of(app) as client:
+            return await client.request(method, path, **request)
+
+    return asyncio.run(send())
 
 
 async def until(condition: Any) -> None:

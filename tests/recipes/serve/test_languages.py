@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +14,21 @@ from recipes.translation.commands import served_models
 from recipes.translation.data.corpora import Corpora, language_pairs
 from recipes.translation.run_folder.translator import Translator
 from recipes.translation.serve.app import application
+from recipes.translation.serve.asked import Limits
 from recipes.translation.serve.batching import Batcher
-from recipes.translation.serve.bodies import Limits
 from recipes.translation.text.model_text import ModelText
 from recipes.translation.translating.translate import Translation
 from tests.recipes.serve.recorder import Recorder
+from tests.recipes.serve.serving import asked
 from tests.recipes.tiny import tiny
 
 CORPORA = {"a": {}, "b": {"target": "fr"}, "c": {"source": "nl", "target": "fr"}}
 
 
-@contextmanager
-def asking(models: Sequence[Any]) -> Iterator[Any]:
+def asking(models: Sequence[Any]) -> Callable[..., httpx.Response]:
     """A function that sends a request to a service of these models, by GET or with fields by POST."""
     app = application(models, Batcher(models, 100), Limits(), ["*"])
-
-    async def sent(path: str, fields: dict[str, object] | None) -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://service") as client:
-            if fields is None:
-                return await client.get(path)
-            return await client.post(path, json=fields)
-
-    yield lambda path, **fields: asyncio.run(sent(path, fields or None))
+    return lambda path, **fields: asked(app, "POST" if fields else "GET", path, json=fields or None)
 
 
 def opened(source: str, target: str) -> Recorder:
@@ -49,22 +40,22 @@ def opened(source: str, target: str) -> Recorder:
 
 def test_the_models_of_several_pairs_are_one_list_of_languages_and_the_pair_chooses_the_first() -> None:
     models = [opened("en", "de"), opened("en", "fr"), opened("fr", "en"), opened("en", "de")]
-    with asking(models) as ask:
-        assert ask("/languages").json() == [
-            {"code": "en", "name": "en", "targets": ["de", "fr"]},
-            {"code": "fr", "name": "fr", "targets": ["en"]},
-        ]
-        for number, pair in enumerate([("en", "de"), ("en", "fr"), ("fr", "en")]):
-            answer = ask("/translate", q=f"text {number}", source=pair[0], target=pair[1])
-            assert answer.json() == {"translatedText": f"TEXT {number}"}
+    ask = asking(models)
+    assert ask("/languages").json() == [
+        {"code": "en", "name": "en", "targets": ["de", "fr"]},
+        {"code": "fr", "name": "fr", "targets": ["en"]},
+    ]
+    for number, pair in enumerate([("en", "de"), ("en", "fr"), ("fr", "en")]):
+        answer = ask("/translate", q=f"text {number}", source=pair[0], target=pair[1])
+        assert answer.json() == {"translatedText": f"TEXT {number}"}
     assert [model.batches for model in models] == [[["text 0"]], [["text 1"]], [["text 2"]], []]
 
 
 @pytest.mark.parametrize(("source", "target"), [("de", "en"), ("en", "es"), ("fr", "de")])
 def test_a_pair_that_no_model_has_is_refused_in_one_line_with_those_that_there_are(source: str, target: str) -> None:
     models = [opened("en", "de"), opened("fr", "en"), opened("en", "fr")]
-    with asking(models) as ask:
-        answer = ask("/translate", q="a", source=source, target=target)
+    ask = asking(models)
+    answer = ask("/translate", q="a", source=source, target=target)
     assert answer.status_code == 400
     assert answer.json() == {
         "error": f"'{source}' to '{target}' is not supported: the models here translate en to de, en to fr, fr to en"
@@ -98,17 +89,17 @@ def test_the_target_that_is_asked_for_is_the_tag_that_the_model_reads(
     model = make_transformer(PRESETS["tiny"], 5, 5, pad=0)
     config = tiny(tmp_path, {"corpora": CORPORA, "data.language_tags": True})
     translator = Translator(config, model, subwords, subwords)
-    with asking(served_models.served_models("run", translator, translator)) as ask:
-        assert ask("/languages").json() == [
-            {"code": "en", "name": "en", "targets": ["de", "fr"]},
-            {"code": "nl", "name": "nl", "targets": ["fr"]},
-        ]
-        for source, target in (("en", "fr"), ("en", "de"), ("nl", "fr")):
-            answer = ask("/translate", q="a house", source=source, target=target)
-            assert answer.json() == {"translatedText": f"<2{target}> a house"}
-        refused = ask("/translate", q="a house", source="nl", target="de")
-        assert refused.status_code == 400
-        assert refused.json()["error"].startswith("'nl' to 'de' is not supported: the models here translate en to de, ")
+    ask = asking(served_models.served_models("run", translator, translator))
+    assert ask("/languages").json() == [
+        {"code": "en", "name": "en", "targets": ["de", "fr"]},
+        {"code": "nl", "name": "nl", "targets": ["fr"]},
+    ]
+    for source, target in (("en", "fr"), ("en", "de"), ("nl", "fr")):
+        answer = ask("/translate", q="a house", source=source, target=target)
+        assert answer.json() == {"translatedText": f"<2{target}> a house"}
+    refused = ask("/translate", q="a house", source="nl", target="de")
+    assert refused.status_code == 400
+    assert refused.json()["error"].startswith("'nl' to 'de' is not supported: the models here translate en to de, ")
 
 
 @pytest.mark.parametrize("tags", [False, True])

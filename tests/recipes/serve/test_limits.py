@@ -17,12 +17,12 @@ from starlette.requests import Request
 
 from recipes.translation.commands.served_models import served_models
 from recipes.translation.serve.app import wait_for_answer
+from recipes.translation.serve.asked import Limits, body_of, too_large
 from recipes.translation.serve.batching import Batcher, Wanted
-from recipes.translation.serve.bodies import Limits, body_of, too_large
 from recipes.translation.serve.server import listening, server_of
 from tests.recipes.random_translator import random_translator
 from tests.recipes.serve.recorder import Recorder
-from tests.recipes.serve.serving import GOOD, batched, client_of, serving, waiting
+from tests.recipes.serve.serving import GOOD, asked, batched, serving, waiting
 
 LIMIT = 200
 T = TypeVar("T")
@@ -40,20 +40,14 @@ async def in_pieces(content: bytes) -> AsyncIterator[bytes]:
 
 
 def status(content: bytes, announced: bool, **limits: int) -> int:
-    async def post() -> int:
-        async with client_of(app) as client:
-            body = content if announced else in_pieces(content)
-            return (
-                await client.post("/translate", content=body, headers={"Content-Type": "application/json"})
-            ).status_code
-
+    body = content if announced else in_pieces(content)
     model = Recorder()
     model.gate.set()
     with serving(model, **limits) as app:
-        return asyncio.run(post())
+        return asked(app, "POST", "/translate", content=body, headers={"Content-Type": "application/json"}).status_code
 
 
-def asked(q: str, **limits: int) -> int:
+def status_of(q: str, **limits: int) -> int:
     return status(json.dumps({**GOOD, "q": q}).encode(), True, **limits)
 
 
@@ -159,8 +153,8 @@ def test_two_lengths_of_a_body_are_refused_and_the_connection_is_closed() -> Non
 LIMITS: dict[str, tuple[Callable[[int], int], int, int]] = {
     "body_bytes announced": (lambda n: status(content_of(n), True, body_bytes=LIMIT), LIMIT, 413),
     "body_bytes": (lambda n: status(content_of(n), False, body_bytes=LIMIT), LIMIT, 413),
-    "characters": (lambda n: asked("a" * (n - 5) + "\n" + "b" * 5, characters=LIMIT), LIMIT, 413),
-    "lines": (lambda n: asked("\n".join("a" * n), lines=LIMIT), LIMIT, 413),
+    "characters": (lambda n: status_of("a" * (n - 5) + "\n" + "b" * 5, characters=LIMIT), LIMIT, 413),
+    "lines": (lambda n: status_of("\n".join("a" * n), lines=LIMIT), LIMIT, 413),
     "queued_lines": (queued, LIMIT, 503),
     "connections": (connected, 20, 503),
 }
@@ -195,7 +189,7 @@ class Clock(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.select, self._selector.select = self._selector.select, self.pass_time  # type: ignore[attr-defined]
+        self.select, self._selector.select = self._selector.select, self.pass_time
 
     def time(self) -> float:
         return self.now

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
-from typing import Any
 
-import httpx
 import pytest
 
 from recipes.translation.serve.app import Guard
 from tests.recipes.serve.recorder import Recorder
-from tests.recipes.serve.serving import GOOD, client_of, serving
+from tests.recipes.serve.serving import GOOD, asked, serving
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +23,6 @@ def model() -> Recorder:
 def app(model: Recorder) -> Iterator[Guard]:
     with serving(model, loopback=True) as app:
         yield app
-
-
-def asked(app: Guard, method: str, path: str, **request: Any) -> httpx.Response:
-    async def send() -> httpx.Response:
-        async with client_of(app) as client:
-            return await client.request(method, path, **request)
-
-    return asyncio.run(send())
 
 
 @pytest.mark.parametrize(

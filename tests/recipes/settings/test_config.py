@@ -243,6 +243,21 @@ def test_a_setting_that_is_gone_is_read_where_it_changed_nothing(written: Callab
         ("run: \1", ["run.yaml is not YAML", "special characters are not allowed"]),
         ("a: b\n\tc: d", ["run.yaml:2", "not YAML"]),
         ("run: !!python/name:os.system x", ["run.yaml:1", "expects text"]),
+        ("corpora: 3", ["corpora (", "run.yaml:1) expects sections, each under a name; got '3'"]),
+        (
+            "corpora:\n  a: [x]",
+            ["run.yaml:2: corpora.a is a section, as in corpora.a: {train: ...}; got a list of 1"],
+        ),
+        (
+            "corpora:\n  a:\n    trian: x",
+            ["unknown setting corpora.a.trian (", "run.yaml:3); did you mean corpora.a.train?"],
+        ),
+        (
+            "corpora:\n  a:\n    weight: -1",
+            ["corpora.a.weight (", "run.yaml:3) expects a number from 0 to below 1e+09"],
+        ),
+        ("corpora:\n  a: {}\n  a: {}", ["corpora.a is given twice (", "run.yaml:2 and ", "run.yaml:3); keep one"]),
+        ("corpora:\n  a: {format: csv}", ["corpora.a.format (", "run.yaml:2) expects one of builtin, text, tsv"]),
         ("subwords: {joint: false}\nmodel: {tie: all}", ["model.tie", "run.yaml:2", "subwords.joint", "run.yaml:1"]),
     ],
 )

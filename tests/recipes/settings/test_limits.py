@@ -75,7 +75,6 @@ def accepts(name: str, number: float) -> bool:
 @pytest.mark.parametrize("name", LIMITED)
 def test_a_setting_ends_exactly_where_its_range_does(name: str) -> None:
     limits = LIMITED[name].range
-    assert limits is not None
     if int in LIMITED[name].kinds:
         least, above = int(limits.at_least), limits.below if limits.below < math.inf else LARGEST + 1
         edges = [least - 1, least, least + 1, int(above) - 1, int(above)]

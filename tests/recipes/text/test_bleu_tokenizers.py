@@ -16,7 +16,7 @@ from recipes.translation.commands import main
 from recipes.translation.data.corpora import Corpora
 from recipes.translation.data.corpus import Corpus, load_corpus
 from recipes.translation.errors import ConfigError
-from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.scores import evaluate as evaluate_module
 from recipes.translation.scores.compare import compare
 from recipes.translation.scores.evaluate import evaluate, evaluate_each, evaluate_files
@@ -25,6 +25,7 @@ from recipes.translation.text.bleu_tokenizers import tokenizer_for, tokenizer_of
 from recipes.translation.training import validation as validation_module
 from recipes.translation.training.validation import Validation, nothing, validate
 from recipes.translation.translating.translate import Translation, translate
+from tests.recipes.random_translator import translator_of
 from tests.recipes.scores.scored import score
 from tests.recipes.tiny import tiny
 
@@ -89,18 +90,6 @@ def test_auto_follows_the_language(language: str, name: str) -> None:
 )
 def test_of_files_alone_the_script_decides(references: list[str], name: str) -> None:
     assert tokenizer_of_text("".join(references)) == name
-
-
-def test_files_of_chinese_are_not_one_word_a_sentence(tmp_path: Path) -> None:
-    for file, lines in (("hypotheses", NEARLY), ("references", CHINESE)):
-        (tmp_path / file).write_text("".join(f"{line}\n" for line in lines))
-    (found,) = [
-        one for one in evaluate_files(tmp_path / "hypotheses", tmp_path / "references").measured if one.name == "bleu"
-    ]
-    assert found.score > 40
-    assert "|tok:zh|" in found.signature
-    compared = str(compare([str(tmp_path / "hypotheses")] * 2, tmp_path / "references"))
-    assert "tok:zh" in compared
 
 
 @pytest.mark.parametrize("name", ["13a", "intl", "char", "none", "zh"])
@@ -179,11 +168,10 @@ def validated(
     config: RunConfig, corpus: Corpus, translations: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> Validation:
     """A validation whose model says `translations`."""
-    model = build_model(model_sizes(config.model), corpus.source, corpus.target)
+    translator = translator_of(config, corpus.source, corpus.target)
     said = iter([translations])
     monkeypatch.setattr(validation_module, "translate", lambda *_: next(said))
-    translator = Translator(config, model, corpus.source, corpus.target)
-    one_token = nothing(model)._replace(tokens=torch.tensor(1))  # no loss is wanted here
+    one_token = nothing(translator.model)._replace(tokens=torch.tensor(1))  # no loss is wanted here
     return validate(translator, corpus.valid, lambda _: one_token, 1)
 
 
@@ -232,8 +220,7 @@ def test_a_tokeniser_without_its_package_is_refused_before_anything_is_trained(
 def test_evaluation_uses_the_tokeniser_of_the_settings_unless_another_is_asked_for(tmp_path: Path) -> None:
     config = chinese(tmp_path)
     corpus = load_corpus(config)
-    model = build_model(model_sizes(config.model), corpus.source, corpus.target).eval()
-    translator = Translator(config, model, corpus.source, corpus.target)
+    translator = translator_of(config, corpus.source, corpus.target)
     assert "|tok:zh|" in evaluate(translator, "test").scores["bleu_signature"]
     (asked,) = evaluate_each(translator, Corpora(config).held_out("test"), "char")
     assert "|tok:char|" in asked.scores["bleu_signature"]
@@ -255,7 +242,7 @@ def test_evaluation_scores_what_the_model_says_against_the_references(
     said = ["Der rote Zug nach Prag und dann weiter.", "ein kleiner Hund bellt laut."]
     target = load_corpus(tiny(tmp_path / "other")).target
     monkeypatch.setattr(evaluate_module, "best", lambda *_: [Translation(text, 0.0, 0.0) for text in said])
-    found = evaluate(Translator(config, None, target, target), "test")  # type: ignore[arg-type]
+    found = evaluate(Translator(config, None, target, target), "test")
     references = ["Der rote Zug nach Wien.", "Ein kleiner Hund bellt laut."]
     if lowercase:
         references = [text.lower() for text in references]
@@ -273,6 +260,9 @@ def test_files_are_scored_by_their_script_or_as_asked(tmp_path: Path, capsys: py
     for more, tokenize in (([], "zh"), (["--tokenize", "char"], "char")):
         assert main([*words, *more]) == 0
         assert f"|tok:{tokenize}|" in capsys.readouterr().out
+    (found,) = [one for one in evaluate_files(tmp_path / "h", tmp_path / "r").measured if one.name == "bleu"]
+    assert found.score > 40  # and not one word a sentence
+    assert "tok:zh" in str(compare([str(tmp_path / "h")] * 2, tmp_path / "r"))
 
 
 def test_the_tokeniser_is_a_setting_of_the_run(tmp_path: Path) -> None:

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from recipes.translation.commands.searching import check_same_subwords
 from recipes.translation.errors import CheckpointError, ConfigError
-from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import DecodingConfig
-from recipes.translation.text.subwords import BLANK, EOS, Subwords, train_subwords
+from recipes.translation.text.subwords import BLANK, Subwords, train_subwords
 from recipes.translation.translating import alignments
 from recipes.translation.translating.demands import phrases_of
-from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.sentences import source_ids
-from recipes.translation.translating.translate import alternatives, tasks_of
+from recipes.translation.translating.translate import SearchOptions, alternatives, tasks_of
+from tests.recipes.random_translator import translator_of
 from tests.recipes.tiny import tiny
 
 SETTINGS: dict[str, Any] = {
@@ -39,13 +39,7 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> Translator:
     text = ["see this page", "siehe diese seite, two of them"] * 20
     train_subwords(text, folder / "joint", config.subwords, ["<2de>", "<2zh-Hant>"])
     subwords = Subwords.load(folder / "joint.model")
-    torch.manual_seed(3)
-    model = build_model(model_sizes(config.model), subwords, subwords).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2)
-        model.generator.bias[EOS] = 5
-    return Translator(config, model, subwords, subwords)
+    return translator_of(config, subwords, subwords, 2.0, 5.0, seed=3)
 
 
 def pieces(subwords: Subwords, ids: list[int]) -> list[str]:

@@ -21,15 +21,15 @@ from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.export import huggingface_model
 from recipes.translation.run_folder.checkpoint import load_saved, load_translator, save_model
 from recipes.translation.run_folder.other_model import run_subwords
-from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import RunConfig, SubwordConfig
 from recipes.translation.settings.data import NORMALIZATIONS
 from recipes.translation.text.model_text import OtherForm
-from recipes.translation.text.normalization import SENTENCEPIECE, normalize, rules_of
+from recipes.translation.text.sentencepiece_file import SENTENCEPIECE, normalize, rules_of
 from recipes.translation.text.subwords import Subwords, train_subwords
 from recipes.translation.train import train
-from recipes.translation.translating.search_options import SearchOptions
-from recipes.translation.translating.translate import alternatives
+from recipes.translation.translating.translate import SearchOptions, alternatives
+from tests.recipes.random_translator import translator_of
 from tests.recipes.tiny import tiny
 
 REAL = {
@@ -121,8 +121,7 @@ def test_a_rule_of_its_own_on_each_side_of_one_vocabulary(tmp_path: Path) -> Non
     assert (source.normalization, target.normalization) == ("nfkc", "nfc")
     assert source.respell(["½ m²"]) == ["1⁄2 m2"]
     assert target.respell(["½ m²"]) == ["½ m²"]
-    model = build_model(model_sizes(config.model), source, target)
-    save_model(tmp_path / "saved", Translator(config, model, source, target), {"step": 1})
+    save_model(tmp_path / "saved", translator_of(config, source, target), {"step": 1})
     saved = load_saved(tmp_path / "saved")
     assert (saved.source.normalization, saved.target.normalization) == ("nfkc", "nfc")
     huggingface_model.write(saved, tmp_path / "hf")
@@ -155,7 +154,7 @@ def test_the_log_says_how_many_targets_the_rule_changes(
 
 def test_prepare_says_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = files(tmp_path, ["½ Liter", "ein Haus"])["data.train"]
-    words = ["prepare", "--run", str(tmp_path / "run"), "--data.train", *names, "--subwords.vocab_size", "330"]  # type: ignore[misc]
+    words = ["prepare", "--run", str(tmp_path / "run"), "--data.train", *names, "--subwords.vocab_size", "330"]
     assert main([*words, "--subwords.normalization", "nfkc"]) == 0
     assert "1 of 42 target sentences" in capsys.readouterr().err
 
@@ -164,15 +163,14 @@ def test_prepare_says_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def translator(tmp_path_factory: pytest.TempPathFactory) -> Translator:
     folder = tmp_path_factory.mktemp("translator")
     config = tiny(folder / "run", {"subwords.normalization": "nfkc", "decoding.beam": 4})
-    source, target = prepare(Corpora(config))
-    return Translator(config, build_model(model_sizes(config.model), source, target).eval(), source, target)
+    return translator_of(config, *prepare(Corpora(config)))
 
 
 @pytest.mark.parametrize("option", ["prefixes", "constraints"])
 def test_a_demand_is_kept_to_the_letter_or_refused(translator: Translator, option: str) -> None:
     for demand, refused in (("5 m²", True), ("5 m2", False), ("Cafe\u0301", True), ("Café ", False)):
         asked: object = [demand] if option == "prefixes" else [[demand]]
-        options = SearchOptions(**{option: asked})  # type: ignore[arg-type]
+        options = SearchOptions(**{option: asked})
         if not refused:
             alternatives(translator, ["Two trains."], options)
             continue
@@ -191,9 +189,8 @@ def test_references_that_the_model_cannot_write_are_counted(
 
 def old(config: RunConfig) -> RunConfig:
     """The run with subwords as versions without the setting made them: in the file, and not in its settings."""
-    source, target = prepare(Corpora(replace(config, subwords=replace(config.subwords, normalization="nfkc"))))
-    model = build_model(model_sizes(config.model), source, target)
-    save_model(Path(config.run) / "best", Translator(config, model, source, target), {"step": 1})
+    subwords = prepare(Corpora(replace(config, subwords=replace(config.subwords, normalization="nfkc"))))
+    save_model(Path(config.run) / "best", translator_of(config, *subwords), {"step": 1})
     return config
 
 

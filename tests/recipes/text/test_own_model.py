@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import re
 from collections.abc import Callable
@@ -21,16 +20,15 @@ from recipes.translation.data.corpus import load_corpus
 from recipes.translation.data.prepare import prepare, train_pairs
 from recipes.translation.errors import CheckpointError, ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import load_translator
-from recipes.translation.text.normalization import rules_of
 from recipes.translation.text.own_model import SPECIAL, own_model
 from recipes.translation.text.segmentations import BLANK
-from recipes.translation.text.sentencepiece_file import model_of
+from recipes.translation.text.sentencepiece_file import model_of, rules_of
 from recipes.translation.text.subwords import BOS, EOS, PAD, UNK, Subwords
 from recipes.translation.train import train
 from recipes.translation.translating.demands import word_boundaries
-from recipes.translation.translating.search_options import SearchOptions
-from recipes.translation.translating.translate import alternatives, translate
+from recipes.translation.translating.translate import SearchOptions, alternatives, translate
 from tests.recipes.tiny import LEARNS, tiny
+from tests.recipes.trained_elsewhere import OUR_IDS, trained_elsewhere
 
 SENTENCES = [pair.source for pair in pairs(60, 4)]
 TEXT = [side for pair in pairs(300, 1) for side in pair]
@@ -38,13 +36,7 @@ TEXT = [side for pair in pairs(300, 1) for side in pair]
 
 def spm(kind: str, **options: Any) -> bytes:
     """A model as sentencepiece's own trainer makes it, with its own special ids: no padding, unknown first."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT),
-        model_writer=model,
-        **{"vocab_size": 150, "model_type": kind, "minloglevel": 2, "hard_vocab_limit": False, **options},
-    )
-    return model.getvalue()
+    return trained_elsewhere(TEXT, **{"vocab_size": 150, "model_type": kind, "hard_vocab_limit": False, **options})
 
 
 def of_sentencepiece(kind: str, **options: Any) -> Callable[[Path], tuple[Path, Callable[[str], list[str]]]]:
@@ -102,6 +94,7 @@ def settings(name: str, path: Path) -> dict[str, Any]:
 
 
 def _joined(pieces: list[str], unknown: str) -> list[str]:
+    """Unknown pieces that follow each other are one."""
     return [piece for piece, before in zip(pieces, ["", *pieces], strict=False) if {piece, before} != {unknown}]
 
 
@@ -116,12 +109,7 @@ def test_a_text_is_divided_as_by_the_program_the_model_came_from(name: str, tmp_
     for text in SENTENCES:
         (ids,) = source.encode([text])
         expected = [piece if piece in known else pieces[UNK] for piece in theirs(text)]
-        # Unknown pieces that follow each other are one
-        assert [pieces[each] for each in ids] == [
-            piece
-            for piece, before in zip(expected, ["", *expected], strict=False)
-            if (piece, before) != (pieces[UNK],) * 2
-        ]
+        assert [pieces[each] for each in ids] == _joined(expected, pieces[UNK])
     tagged = source.encode(["<2de> a <url>"])[0]
     assert [pieces[tagged[0]], pieces[tagged[-1]]] == [BLANK + "<2de>", BLANK + "<url>" if name in WORDS else "<url>"]
     processor = sentencepiece.SentencePieceProcessor(model_proto=source.model_bytes())
@@ -132,7 +120,7 @@ def test_a_text_is_divided_as_by_the_program_the_model_came_from(name: str, tmp_
 @pytest.mark.formats
 @pytest.mark.parametrize("name", FOREIGN)
 def test_a_model_trained_on_it_translates_the_same_in_ctranslate2(name: str, tmp_path: Path) -> None:
-    from recipes.translation.export import ctranslate2_engine
+    from recipes.translation.translating import ctranslate2_engine
 
     path, _ = FOREIGN[name](tmp_path)
     learns = {**LEARNS, "decoding.max_length": 20}
@@ -402,12 +390,8 @@ def test_every_special_piece_has_a_name() -> None:
 @pytest.mark.parametrize("alphabet", [TEXT, [*TEXT, "< u r l > " * 9]])
 def test_sampling_splits_no_symbol_of_the_users_own_model(kind: str, alphabet: list[str], tmp_path: Path) -> None:
     """With the letters of the symbol it could be spelled, and without them nothing could."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(alphabet), model_writer=model, vocab_size=250, model_type=kind, hard_vocab_limit=False,
-        user_defined_symbols=["<url>"], pad_id=PAD, unk_id=UNK, bos_id=BOS, eos_id=EOS, minloglevel=2,
-    )  # fmt: skip
-    (tmp_path / "own.model").write_bytes(model.getvalue())
+    usual = {"vocab_size": 250, "model_type": kind, "hard_vocab_limit": False, **OUR_IDS}
+    (tmp_path / "own.model").write_bytes(trained_elsewhere(alphabet, user_defined_symbols=["<url>"], **usual))
     subwords = Subwords.load(tmp_path / "own.model")
     symbol = subwords.pieces().index("<url>")
     plain = subwords.encode(["See <url>.", "<url>", "a<url>b <url>"] * 20)
@@ -420,8 +404,7 @@ def test_sampling_splits_no_symbol_of_the_users_own_model(kind: str, alphabet: l
 def test_special_pieces_by_any_name_bound_no_word(tmp_path: Path) -> None:
     """[PAD] begins with a sign, as a word may not, and is no text."""
     names = {"pad_piece": "[PAD]", "unk_piece": "[UNK]", "bos_piece": "[BOS]", "eos_piece": "[EOS]"}
-    ids = {"pad_id": PAD, "unk_id": UNK, "bos_id": BOS, "eos_id": EOS}
-    (tmp_path / "own.model").write_bytes(spm("bpe", byte_fallback=True, vocab_size=450, **names, **ids))
+    (tmp_path / "own.model").write_bytes(spm("bpe", byte_fallback=True, vocab_size=450, **names, **OUR_IDS))
     train(tiny(tmp_path / "run", {"subwords.model": str(tmp_path / "own.model"), "subwords.vocab_size": 450}))
     translator = load_translator(tmp_path / "run" / "best")
     found = word_boundaries(translator)

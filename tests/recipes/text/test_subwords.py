@@ -34,7 +34,7 @@ def subwords(model_file: Path) -> Subwords:
 
 
 def run_config(folder: Path, **subwords: object) -> RunConfig:
-    settings = dataclasses.replace(SubwordConfig(vocab_size=450), **subwords)  # type: ignore[arg-type]
+    settings = dataclasses.replace(SubwordConfig(vocab_size=450), **subwords)
     return RunConfig(run=str(folder), data=DataConfig(builtin_pairs=400), subwords=settings)
 
 

@@ -15,7 +15,7 @@ from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.checkpoint import load_translator
 from recipes.translation.run_folder.translator import Translator, model_sizes
 from recipes.translation.settings.config import ModelConfig
-from recipes.translation.settings.model import DECODER_ONLY
+from recipes.translation.settings.run import DECODER_ONLY
 from recipes.translation.text.subwords import BOS, EOS
 from recipes.translation.train import train
 from recipes.translation.training.trained_weights import freeze

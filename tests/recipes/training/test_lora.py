@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recipes.translation.commands import main
-from recipes.translation.commands.distillation import student_config
+from recipes.translation.commands.training import student_config
 from recipes.translation.data.corpus import load_corpus
 from recipes.translation.errors import ConfigError
 from recipes.translation.run_folder.average import average

@@ -22,13 +22,11 @@ from recipes.translation.errors import CheckpointError, ConfigError, DataError
 from recipes.translation.files.atomic_folder import replaced_folder
 from recipes.translation.run_folder.checkpoint import load_facts, save_model
 from recipes.translation.run_folder.checkpoint import load_translator as load_parts
-from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
-from recipes.translation.settings.config import RunConfig
 from recipes.translation.text.subwords import BOS, EOS, Subwords, train_subwords
 from recipes.translation.train import train
 from recipes.translation.translating.loaded import LoadedTranslator
 from recipes.translation.translating.translate import translate
-from tests.recipes.random_translator import random_translator
+from tests.recipes.random_translator import random_translator, translator_of
 from tests.recipes.saved import load_weights
 from tests.recipes.tiny import tiny
 
@@ -50,15 +48,6 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         found = translator_of(config, found.source, target, 2.0)
     save_model(folder / "run/best", found, {"step": 7})
     return folder / "run"
-
-
-def translator_of(config: RunConfig, source: Subwords, target: Subwords, scale: float) -> Translator:
-    torch.manual_seed(1)
-    model = build_model(model_sizes(config.model), source, target)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(scale)
-    return Translator(config, model, source, target)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +83,7 @@ def test_it_translates_as_the_run_does(run: Path, moved: LoadedTranslator) -> No
 def test_options_of_a_call_replace_the_run_s_for_that_call(run: Path, moved: LoadedTranslator) -> None:
     parts = load_parts(run / "best")
     for options in ({"beam": 3}, {"max_length": 3}, {"beam": 5, "length_penalty": 2.0, "length_norm": "length"}):
-        decoding = replace(parts.config.decoding, **options)  # type: ignore[arg-type]
+        decoding = replace(parts.config.decoding, **options)
         assert moved.translate(SENTENCES, **options) == translate(parts.with_decoding(decoding), SENTENCES)
     assert moved.translate(SENTENCES, max_length=1) != moved.translate(SENTENCES)
 

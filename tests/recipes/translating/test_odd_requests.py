@@ -9,23 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from models.hypotheses import LengthNorm, length_normaliser
 from recipes.translation.commands import main
 from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import ConfigError, DataError
 from recipes.translation.run_folder.checkpoint import save_model
-from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
+from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import load_config
-from recipes.translation.text.subwords import EOS, Subwords, train_subwords
 from recipes.translation.translating.alignments import align
 from recipes.translation.translating.demands import phrases_of
 from recipes.translation.translating.loaded import LoadedTranslator
-from recipes.translation.translating.search_options import Sampling, SearchOptions
-from recipes.translation.translating.translate import alternatives, translate
+from recipes.translation.translating.translate import Sampling, SearchOptions, alternatives, translate
 from tests.recipes.command_line import refusal
-from tests.recipes.random_translator import random_translator
+from tests.recipes.random_translator import random_translator, subwords_in, translator_of
 from tests.recipes.tiny import tiny
 
 SENTENCES = [pair.source for pair in pairs(4, 5, "test")]
@@ -41,16 +38,9 @@ def translator(tmp_path: Path) -> Translator:
 def tagged(folder: Path) -> Translator:
     """One with language tags, which translates any other sentence into something."""
     config = tiny(folder / "run", {"data.language_tags": True, "subwords.vocab_size": 360})
-    texts = [side for pair in pairs(200, 1) for side in pair]
-    train_subwords(texts, folder / "joint", replace(config.subwords, symbols=("<2de>",)))
-    subwords = Subwords.load(folder / "joint.model")
-    torch.manual_seed(1)
-    model = build_model(model_sizes(config.model), subwords, subwords)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(2.0)
-        model.generator.bias[EOS] = -50
-    return Translator(config, model.eval(), subwords, subwords)
+    known = replace(config, subwords=replace(config.subwords, symbols=("<2de>",)))
+    subwords = subwords_in(folder, known)
+    return translator_of(config, subwords, subwords, 2.0, -50.0)
 
 
 def test_what_is_cut_off_a_sentence_has_no_links(translator: Translator) -> None:

@@ -25,8 +25,8 @@ from recipes.translation.text.subwords import BOS, EOS
 from recipes.translation.train import train
 from recipes.translation.translating.alignments import align
 from recipes.translation.translating.demands import begins_anew, phrases_of
-from recipes.translation.translating.search_options import Sampling, SearchOptions
-from recipes.translation.translating.translate import Translation, alternatives, translate
+from recipes.translation.translating.translate import Sampling, SearchOptions, Translation, alternatives, translate
+from tests.recipes.command_line import refusal
 from tests.recipes.random_translator import random_translator
 from tests.recipes.tiny import tiny
 from tests.recipes.translating.test_one_search import parser_of
@@ -72,18 +72,9 @@ def printed(capsys: pytest.CaptureFixture[str], *words: object) -> list[str]:
     return output.split("\n")[:-1]
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
-    """The one line with which a command is refused."""
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> str:
     capsys.readouterr()
-    try:
-        status = main(["translate", *map(str, words)])
-    except SystemExit as ended:
-        status = int(str(ended.code))
-    assert status == 2
-    output, error = capsys.readouterr()
-    assert output == ""
-    assert error.count("\n") == 1
-    return error
+    return refusal(capsys, "translate", *map(str, words))
 
 
 def expected_of(models: Translator, sentence: str, n_best: int) -> list[tuple[float, float, str]]:
@@ -307,7 +298,7 @@ def test_a_translation_may_be_required_to_be_longer_than_the_default_allows(
 def test_runs_with_other_subwords_make_no_ensemble(
     runs: list[Path], file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    error = refusal(capsys, "--run", runs[0], "--file", file, "--ensemble", runs[1], "--ensemble", runs[2])
+    error = refused(capsys, "--run", runs[0], "--file", file, "--ensemble", runs[1], "--ensemble", runs[2])
     assert f"--ensemble {runs[2]} has other source subwords than {runs[0]}" in error
 
 
@@ -351,7 +342,7 @@ def test_a_bad_combination_is_answered_with_one_line(
     for name, text in texts.items():
         (tmp_path / name).write_text(text)
     given = [str(tmp_path / word) if word in texts else word for word in words]
-    assert message in refusal(capsys, "--run", runs[0], "--file", file, *given)
+    assert message in refused(capsys, "--run", runs[0], "--file", file, *given)
 
 
 def test_demands_on_an_empty_sentence_are_refused(translator: Translator) -> None:
@@ -366,7 +357,7 @@ def test_typed_sentences_have_no_lines_in_files(
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     starts = runs[0].parent / "starts"
     starts.write_text("a\n")
-    assert "give sentences or --file" in refusal(capsys, "--run", runs[0], "--prefixes", starts)
+    assert "give sentences or --file" in refused(capsys, "--run", runs[0], "--prefixes", starts)
     typed = iter([SENTENCES[0], ""])
     monkeypatch.setattr("builtins.input", lambda _: next(typed))
     lines = printed(capsys, "--run", runs[0], "--n-best", 2)
@@ -401,7 +392,7 @@ def test_an_ensemble_with_fewer_learned_positions_than_the_first_model_reads_is_
     positions = {"model.preset": "mbart", "training.steps": 1, "decoding.max_length": 20, "training.max_length": 90}
     train(tiny(tmp_path / "long", {**positions, "model.max_positions": 200, "training.max_length": 150}))
     train(tiny(tmp_path / "short", {**positions, "model.max_positions": 100}))
-    error = refusal(capsys, "--run", tmp_path / "long", "--ensemble", tmp_path / "short", "six")
+    error = refused(capsys, "--run", tmp_path / "long", "--ensemble", tmp_path / "short", "six")
     assert f"{tmp_path / 'short'} has learned positions for 99 subwords, and {tmp_path / 'long'} reads" in error
     runs = ["--run", str(tmp_path / "short"), "--ensemble", str(tmp_path / "long")]
     assert main(["translate", *runs, "six " * 200]) == 0

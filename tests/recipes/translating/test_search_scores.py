@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -22,14 +21,16 @@ from recipes.translation.data.builtin_corpus import pairs
 from recipes.translation.errors import DataError
 from recipes.translation.processes.ranks import join_ranks
 from recipes.translation.run_folder.checkpoint import load_translator, save_model
-from recipes.translation.run_folder.translator import Translator, build_model, model_sizes
-from recipes.translation.text.subwords import BOS, EOS, PAD, UNK, Subwords, train_subwords
+from recipes.translation.run_folder.translator import Translator
+from recipes.translation.text.subwords import BOS, EOS, Subwords
 from recipes.translation.translating import alignments
 from recipes.translation.translating.alignments import align, links, pharaoh
 from seqpar.testing.ranks import ranks
 from tests.models.examples import small_transformer
 from tests.recipes.plain_scores import log_probability
+from tests.recipes.random_translator import subwords_in, translator_of
 from tests.recipes.tiny import tiny
+from tests.recipes.trained_elsewhere import OUR_IDS, trained_elsewhere
 
 
 @pytest.mark.parametrize(("alpha", "norm"), [(0.0, "gnmt"), (0.6, "gnmt"), (1.0, "length")])
@@ -65,11 +66,10 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> Translator:
     """Random weights, in float64."""
     folder = tmp_path_factory.mktemp("random")
     config = tiny(folder / "run", {"training.precision": "float64", "decoding.batch_sentences": 3})
-    train_subwords([side for pair in pairs(200, 1) for side in pair], folder / "joint", config.subwords)
-    subwords = Subwords.load(folder / "joint.model")
-    torch.manual_seed(1)
-    model = build_model(model_sizes(config.model), subwords, subwords).double().eval()
-    return Translator(config, model, subwords, subwords)
+    subwords = subwords_in(folder, config)
+    made = translator_of(config, subwords, subwords)
+    made.model.double()
+    return made
 
 
 TEXTS = [(pair.source, pair.target) for pair in pairs(7, 5, "test")] + [("", "Ein Wort"), ("A word", "")]
@@ -134,23 +134,7 @@ def test_the_words_of_a_pair_are_those_between_spaces(translator: Translator) ->
         assert linked == sorted(expected)
 
 
-def trained_elsewhere(**options: Any) -> Subwords:
-    """The subwords of a sentencepiece model with options that ours do not have."""
-    model = io.BytesIO()
-    usual = {"vocab_size": 280, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["a man of the town", "one of the men", "none of the towns!"]),
-        model_writer=model,
-        pad_id=PAD,
-        unk_id=UNK,
-        bos_id=BOS,
-        eos_id=EOS,
-        minloglevel=2,
-        **{**usual, **options},
-    )
-    return Subwords(sentencepiece.SentencePieceProcessor(model_proto=model.getvalue()))
-
-
+USUAL = {"vocab_size": 280, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
 OF_THE, TAG = "\u2581of\u2581the", "\u2581>>fra<<"
 APART = [(0, 0), (1, 1)]
 
@@ -175,7 +159,9 @@ def test_alignments_are_of_the_subwords_that_the_translation_reads_and_of_words_
     translator: Translator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    subwords = trained_elsewhere(**options)
+    sentences = ["a man of the town", "one of the men", "none of the towns!"]
+    model = trained_elsewhere(sentences, **{**USUAL, **OUR_IDS, **options})
+    subwords = Subwords(sentencepiece.SentencePieceProcessor(model_proto=model))
     (ids,) = subwords.encode([sentence])
 
     def to_itself(_: object, src_BS: Tensor, tgt_BT: Tensor) -> Tensor:

@@ -17,9 +17,8 @@ from recipes.translation.run_folder.translator import Translator
 from recipes.translation.settings.config import DecodingConfig
 from recipes.translation.text.subwords import BOS, EOS, PAD
 from recipes.translation.translating import translate as translating
-from recipes.translation.translating.search_options import SearchOptions
 from recipes.translation.translating.sentences import refusals
-from recipes.translation.translating.translate import in_words, tasks_of, translate
+from recipes.translation.translating.translate import SearchOptions, in_words, tasks_of, translate
 
 WORDS = "The number is six."
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import seqpar
-from seqpar import TokenLoss
+from seqpar.core.token_loss import TokenLoss
 from tests.seqpar.public_edge.case import Case, Equals, Raises
 from tests.seqpar.public_edge.criteria_table import logits
 from tests.seqpar.public_edge.engine_table import NO_SCALE, NOT_FINITE

@@ -1,7 +1,8 @@
-"""Scores from sums are sacreBLEU's, and so are the intervals."""
+"""Scores from sums are sacreBLEU's, and so are the intervals; several test sets have one table."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,18 @@ from sacrebleu.metrics.chrf import CHRF
 from sacrebleu.metrics.ter import TER
 from sacrebleu.significance import _bootstrap_resample
 
-from recipes.translation.scores import bootstrap
-from recipes.translation.scores.bootstrap import interval, intervals, resampled_scores
-from recipes.translation.scores.scores import measure
-from recipes.translation.scores.statistics import Array, compute_metric, mean_of, metrics
+from recipes.translation.scores import scores as scores_module
+from recipes.translation.scores.scores import (
+    Array,
+    compute_metric,
+    interval,
+    intervals,
+    mean_of,
+    measure,
+    metrics,
+    resampled_scores,
+    scores_of_sets,
+)
 from tests.recipes.scores.examples import damaged, references
 
 REFERENCES = references(40)
@@ -54,7 +63,7 @@ def test_metrics_share_their_resamples() -> None:
 def test_the_resamples_do_not_depend_on_the_memory_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
     _, ours = METRICS["bleu"]
     whole = resampled_scores([ours], 50)[0]
-    monkeypatch.setattr(bootstrap, "COUNTS", 3 * len(REFERENCES))
+    monkeypatch.setattr(scores_module, "COUNTS", 3 * len(REFERENCES))
     assert np.array_equal(whole, resampled_scores([ours], 50)[0])
 
 
@@ -97,3 +106,33 @@ def test_every_score_is_that_of_its_own_sums() -> None:
 
     for one in measure(HYPOTHESES, REFERENCES, tokenize="none"):
         assert one.of_sums(of_all(one.statistics))[0] == pytest.approx(one.score, rel=1e-12)
+
+
+def test_several_test_sets_have_a_line_each_and_one_for_the_mean_of_their_scores() -> None:
+    references = ["the dog runs home now", "a small cat sleeps here", "the train leaves at six"]
+    near = ["the dog runs home", "a small cat sleeps here", "the train leaves at seven"]
+    far = ["a dog ran home now", "cat sleeps", "trains leave at six or so"]
+    one = measure(near, references)
+    two = measure(far[:2], references[:2])
+    table = scores_of_sets({"first": one, "second": two})
+    alone = [scores_of_sets({"one": one}), scores_of_sets({"two": two})]
+    assert [(row.name, row.sentences) for row in table.rows] == [("first", 3), ("second", 2), ("mean", 5)]
+    assert [table.rows[0], table.rows[1]] == [
+        replace(found.rows[0], name=name) for name, found in zip(("first", "second"), alone, strict=True)
+    ]
+    expected = [sum(scores) / 2 for scores in zip(table.rows[0].scores, table.rows[1].scores, strict=True)]
+    assert table.rows[2].scores == pytest.approx(expected, rel=1e-12)
+    assert len(set(expected)) == len(expected)
+    assert alone[0].rows[1].scores == alone[0].rows[0].scores
+    assert alone[0].rows[1].intervals == alone[0].rows[0].intervals
+    first, second, mean = (row.intervals for row in table.rows)
+    for bounds, lower, upper in zip(mean, first, second, strict=True):
+        assert min(lower.low, upper.low) <= bounds.low <= bounds.high <= max(lower.high, upper.high)
+    assert str(table).splitlines()[3].split()[:2] == ["mean", "5"]
+
+
+@pytest.mark.parametrize(("sentences", "warned"), [(99, True), (100, False)])
+def test_a_test_set_of_few_sentences_says_that_it_says_little(sentences: int, warned: bool) -> None:
+    texts = [f"the dog runs home at {number}" for number in range(sentences)]
+    table = str(scores_of_sets({"few": measure(texts, texts)}))
+    assert ("a test set of fewer than 100 sentences says little" in table) == warned
