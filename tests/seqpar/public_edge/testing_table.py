@@ -57,9 +57,14 @@ def _proofs() -> Iterator[Case]:
             odd = partial(lambda argument, make: same_loss(**{argument: make()}), argument, make)
             yield raises(f"assert_same_loss, {argument} {kind}", odd, TypeError, f"{argument} is {message}")
     for argument in ("generator", "criterion"):
-        for kind, value in {"none": None, "a function": torch.relu, "a class": nn.Linear, "text": "linear"}.items():
+        for value, shown in {
+            None: "None",
+            torch.relu: "a builtin_function_or_method",
+            nn.Linear: "the class Linear",
+            "linear": "the text 'linear'",
+        }.items():
             call = partial(same_loss, **{argument: value})
-            yield raises(f"assert_same_loss, {argument} {kind}", call, TypeError, f"{argument} is a ")
+            yield raises(f"assert_same_loss, {argument} is {shown}", call, TypeError, f"{argument} is {shown}; it must")
     for kind, (value, error) in ({"0": (0, ValueError)} | TOLERANCES).items():
         yield raises(f"assert_same_loss, tokens {kind}", partial(same_loss, tokens=value), error, "tokens is ")
     for kind, value in {"text": "world", "ranks": [0, 1]}.items():
@@ -69,12 +74,13 @@ def _proofs() -> Iterator[Case]:
 def _comparisons() -> Iterator[Case]:
     """Of `assert_same_gradients` and `plain_loss`."""
     for argument in ("candidate", "reference"):
-        for kind, value in {"none": None, "a tensor": torch.ones(())}.items():
+        for value, shown in ((None, "None"), (torch.ones(()), "a Tensor")):
             call = partial(same_gradients, **{argument: value})
-            yield raises(f"assert_same_gradients, {argument} {kind}", call, TypeError, f"{argument} is a ")
-        for kind, value in {"a float": 1.0, "none": None, "a tuple": (torch.ones(()), 2)}.items():
+            yield raises(f"assert_same_gradients, {argument} is {shown}", call, TypeError, f"{argument} is {shown}; it")
+        for value, shown in ((1.0, "a float"), (None, "None"), ((torch.ones(()), 2), "a tuple of 2")):
             call = partial(same_gradients, **{argument: lambda value=value: value})
-            yield raises(f"assert_same_gradients, {argument} gives {kind}", call, TypeError, f"{argument} returned a ")
+            name = f"assert_same_gradients, {argument} gives {shown}"
+            yield raises(name, call, TypeError, f"{argument} returned {shown}; it must return one tensor")
         rows = partial(same_gradients, **{argument: lambda: torch.ones(3)})
         yield raises(
             f"assert_same_gradients, {argument} gives rows", rows, ValueError, f"{argument} returned shape (3,)"
