@@ -15,8 +15,7 @@
 | `trl` | TRL's trainers: `apply_seqpar_scores`, `SeqparScores`, `allow_head_adapter` |
 | `trl_distillation` | the divergence of TRL's DistillationTrainer |
 | `trl_head` | read the output embeddings and PEFT's adapters on them, and check them against the model's own logits |
-| `trl_options` | refuse the options of TRL's trainers that need the logits of all tokens, and other versions |
-| `trl_node` | the function of log-probabilities in place of TRL's, with the statistics of logits that TRL logs |
+| `trl_node` | the function of log-probabilities in place of TRL's, and a check of TRL's version |
 | `accumulate` | `accumulate_step` for loops on Accelerate, Lightning Fabric and Lightning's Trainer |
 | `axolotl` | axolotl's plugin `SeqparPlugin` |
 | `ms_swift` | the loss type `seqpar` of ms-swift |
