@@ -108,7 +108,7 @@ LIBRARIES = {
     ("transformers", "seqpar/integrations/transformers_model.py"): {"_loss_function"},
     ("transformers", "seqpar/integrations/transformers_trainer.py"): {"_loss_shifts_labels"},
     ("trl", "seqpar/integrations/trl_distillation.py"): {"_chunked_divergence_loss"},
-    ("trl", "seqpar/integrations/trl_options.py"): {"_ChunkedLogProbFunction", "_use_triton"},
+    ("trl", "seqpar/integrations/trl_node.py"): {"_ChunkedLogProbFunction", "_use_triton"},
 }
 
 

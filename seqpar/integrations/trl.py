@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
-from trl import DistillationTrainer
+from trl import DistillationTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
 from trl.trainer import utils as trl_utils
 
 from seqpar.core.checks import check_size
@@ -28,9 +28,10 @@ from seqpar.integrations.transformers_trainer import calling_trainer, model_of
 from seqpar.integrations.trl_distillation import AppliedDistillation
 from seqpar.integrations.trl_head import WITHOUT, ReadModels, examine, scored_head
 from seqpar.integrations.trl_node import COMPACT, NODE, StandIn, check_version
-from seqpar.integrations.trl_options import refuse_options
 
 LOG = logging.getLogger(__name__)
+
+TRAINERS = (SFTTrainer, DPOTrainer, KTOTrainer, GRPOTrainer, RLOOTrainer, DistillationTrainer)
 
 
 def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> AppliedScores | AppliedDistillation:
@@ -99,6 +100,57 @@ def apply_seqpar_scores(trainer: Any, *, chunk_tokens: int | None = None) -> App
     if isinstance(trainer, DistillationTrainer):
         return AppliedDistillation(trainer, chunk_tokens)
     return AppliedScores(models, chunk_tokens)
+
+
+def refuse_options(trainer: Any) -> None:
+    """Raise TypeError for an unsupported kind of trainer, ValueError for the first option that is not supported."""
+    kind = type(trainer).__name__
+    if not isinstance(trainer, TRAINERS):
+        names = ", ".join(supported.__name__ for supported in TRAINERS)
+        raise TypeError(f"apply_seqpar_scores got a {kind}; it supports {names}, and subclasses of these")
+    for option, reason in _unsupported_options(trainer):
+        raise ValueError(f"{kind} with {option}: {reason}; leave it out, or train without apply_seqpar_scores")
+
+
+def _unsupported_options(trainer: Any) -> Iterator[tuple[str, str]]:
+    """Yield the unsupported options that are set, each with the reason."""
+    args = trainer.args
+    if args.use_liger_kernel:
+        yield "use_liger_kernel=True", "it replaces parts of the model's forward"
+    if args.torch_compile:
+        yield "torch_compile=True", "the scores are computed outside the compiled graph"
+    for option in _options_using_logits(trainer):
+        yield option, "TRL computes the logits of all tokens for it"
+    yield from _layouts(trainer)
+
+
+def _options_using_logits(trainer: Any) -> Iterator[str]:
+    """Yield the options for which TRL runs the model again and keeps its logits."""
+    args = trainer.args
+    if isinstance(trainer, SFTTrainer):
+        if args.label_smoothing_factor and args.loss_type != "dft":
+            yield f"label_smoothing_factor={args.label_smoothing_factor:g}"
+        if trainer.compute_loss_func is not None:
+            yield "compute_loss_func"
+    if trainer.compute_metrics is not None:
+        yield "compute_metrics"
+    if trainer.preprocess_logits_for_metrics is not None:
+        yield "preprocess_logits_for_metrics"
+
+
+def _layouts(trainer: Any) -> Iterator[tuple[str, str]]:
+    """Yield the unsupported ways in which the model or a sequence is split over devices, each with the reason."""
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        yield "FSDP1", 'TRL gathers the output embeddings only under FSDP2; set fsdp_config={"version": 2}'
+    if trainer.is_deepspeed_enabled and isinstance(trainer, DistillationTrainer):
+        yield "DeepSpeed", "the divergence is not tested with it; shard the models with FSDP2 instead"
+    parallelism = trainer.accelerator.parallelism_config
+    splits = ["cp", "sp"]
+    if isinstance(trainer, (GRPOTrainer, RLOOTrainer, DistillationTrainer)):
+        splits.append("tp")
+    for name in splits:
+        if parallelism is not None and getattr(parallelism, f"{name}_enabled", False):
+            yield f"parallelism_config with {name}_size > 1", "the scores are not tested with it"
 
 
 def _refuse_other_references(model: Any, reading: Reading) -> None:

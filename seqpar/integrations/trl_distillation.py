@@ -23,7 +23,7 @@ from seqpar.core.checks import is_dtensor
 from seqpar.distributed.collectives import whole_tensor
 from seqpar.integrations.peft_adapters import adapter_of, base_of
 from seqpar.integrations.trl_head import WITHOUT, ReadModels, inside_head
-from seqpar.integrations.trl_options import check_function
+from seqpar.integrations.trl_node import check_function
 from seqpar.linear.distillation import linear_distillation
 from seqpar.linear.teachers import TeacherHidden
 from seqpar.linear.token_scores import token_scores

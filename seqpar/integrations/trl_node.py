@@ -1,14 +1,17 @@
-"""Stand in for the function by which TRL's fused head computes log-probabilities, and check that both compute the same.
+"""Stand in for the function by which TRL's fused head computes log-probabilities, and check that TRL's are as expected.
 
 Shape suffixes: N rows that have a label, K rows of one chunk, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
+import trl
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer import utils as trl_utils
@@ -20,8 +23,9 @@ from seqpar.integrations.peft_adapters import adapter_of
 from seqpar.integrations.transformers_head import is_split_by_plan, with_adapter
 from seqpar.integrations.transformers_model import Reading
 from seqpar.integrations.trl_head import inside_head
-from seqpar.integrations.trl_options import Compared, another_version, check_function
 from seqpar.linear.token_scores import token_scores
+
+Compared = tuple[str, Tensor, Tensor]
 
 NODE = "_ChunkedLogProbFunction"
 COMPACT = "_use_triton"
@@ -43,6 +47,39 @@ NODE_ARGUMENTS = [
 
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 """What that function returns, in order."""
+
+
+def check_function(
+    what: str, module: ModuleType, name: str, arguments: list[str], compared: Callable[[Any], Iterator[Compared]]
+) -> None:
+    """Raise RuntimeError unless a function of TRL's has these arguments and returns what ours does.
+
+    Args:
+        what: what it computes, for the error.
+        compared: yields, for each part that it returns, the name, TRL's numbers and ours.
+    """
+    own: Any = getattr(module, name, None)
+    if own is None:
+        raise another_version(what, f"{module.__name__} has no {name}")
+    # An autograd function takes them in its forward, after the context
+    taken = list(inspect.signature(getattr(own, "forward", own)).parameters)[hasattr(own, "forward") :]
+    if taken != arguments:
+        raise another_version(what, f"{name} takes {', '.join(taken)} where it took {', '.join(arguments)}")
+    # On the CPU, wherever the model is
+    with torch.no_grad(), torch.device("cpu"):
+        for part, theirs, ours in compared(own):
+            difference = float((theirs.double() - ours.double()).abs().max())
+            # The numbers are float32, and about 1 in size
+            if not difference < 1e-4:
+                raise another_version(what, f"{name} returns {part} that differ by up to {difference:.2g} from ours")
+
+
+def another_version(what: str, changed: str) -> RuntimeError:
+    """Return the error for a version of TRL that computes something differently from the supported one."""
+    return RuntimeError(
+        f"TRL {trl.__version__} computes {what} differently from 1.16, for which apply_seqpar_scores is written: "
+        f"{changed}; install trl==1.16.0, or train without it"
+    )
 
 
 def check_version() -> None:
