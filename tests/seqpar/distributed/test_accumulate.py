@@ -251,7 +251,7 @@ def test_the_group_must_be_the_one_that_gradients_are_reduced_over():
 
 
 def on_two_axes(rank, world, axis, above, factor):
-    """The gradients, or the error, of a model on 2 x 2 ranks, whose upper layer is on both axes or on the shards alone."""
+    """The gradients, or the error, of a model on 2 x 2 ranks, its upper layer on both axes or on the shards alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = TwoLayers()
     fully_shard(model.above, mesh=mesh if above == "both" else mesh["shard"])

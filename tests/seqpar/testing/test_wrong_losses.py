@@ -11,6 +11,7 @@ from torch import nn
 
 import seqpar
 from seqpar.testing import assert_same_gradients, assert_same_loss, plain_loss
+from tests.seqpar.testing.backward import Backward
 
 PAD, VOCAB, CAP = 0, 7, 2.0
 TOKENS = 14
@@ -137,18 +138,6 @@ def deaf(parts):
     return lambda generator, criterion, hidden, target: Deaf.apply(hidden, generator.weight, target, parts)
 
 
-class Squared(torch.autograd.Function):
-    """The loss as it is, whose gradient has the upstream factor twice."""
-
-    @staticmethod
-    def forward(ctx, loss):
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, upstream):
-        return upstream.square()
-
-
 class NarrowSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *losses):
@@ -159,20 +148,11 @@ class NarrowSum(torch.autograd.Function):
         return (upstream,) * len(ctx.needs_input_grad)
 
 
-class NarrowGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight, dtype):
-        ctx.dtype = dtype
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx, upstream):
-        return upstream.to(ctx.dtype).double(), None
-
-
 def weight_summed_in(dtype):
     def loss(generator, criterion, hidden, target):
-        logits = F.linear(hidden, NarrowGradient.apply(generator.weight, dtype), generator.bias)
+        logits = F.linear(
+            hidden, Backward.apply(generator.weight, lambda upstream: upstream.to(dtype).double()), generator.bias
+        )
         return of_logits(logits, criterion, target)
 
     return loss
@@ -365,7 +345,7 @@ WRONG = [
     Wrong("the upstream factor is ignored: an eighth of the loss leaves the gradient of generator.w",
         deaf("weight"), NO_BIAS, **UNIGNORED),
     Wrong(f"the upstream factor is squared: an eighth of the loss has 1/64 of the gradient of{ONLY_THE_GRADIENT}",
-        lambda *given: Squared.apply(plain_loss(*given))),
+        lambda *given: Backward.apply(plain_loss(*given), torch.square)),
     Wrong("targets shifted by one: each token is held against the next one's target",
         of_steps(slice(-1), slice(1, None))),
     Wrong("targets shifted by one: each token is held against the target before it",
