@@ -491,11 +491,12 @@ def test_a_part_of_a_step_is_divided_by_its_own_tokens_unless_the_loss_divides_b
         assert_same_loss(generator, cross_entropy(), torch.randn(2, 3, 4), target, loss=wrong_for_three, tokens=6)
 
 
-def model(weight, mix, *, embedded=None, reduction="sum", **settings):
+def model(weight, mix, *, embedded=None, projected=None, reduction="sum", **settings):
     """The loss of a language model whose table of embeddings is its generator, too."""
     source, target = torch.arange(12) % VOCAB, torch.arange(1, 13) % VOCAB
     states = F.linear(F.embedding(source, weight if embedded is None else embedded), mix).tanh()
-    return F.cross_entropy(F.linear(states, weight), target, reduction=reduction, **settings)
+    logits = F.linear(states, weight if projected is None else projected)
+    return F.cross_entropy(logits, target, reduction=reduction, **settings)
 
 
 def once(parameter, times):
@@ -509,6 +510,7 @@ OF_A_MODEL = [
         lambda w, mix: model(w, mix, embedded=w.detach())),
     (r"a missed tie: .* that of use 2 \(linear\) alone; besides, all gradients are multiplied by 1/12",
         lambda w, mix: model(w, mix, embedded=w.detach(), reduction="mean")),
+    (r"a missed tie: .* that of use 1 \(embedding\) alone", lambda w, mix: model(w, mix, projected=w.detach())),
     (r"a use counted too often: of 2 uses of weight, its gradient has that of use 1 \(embedding\) 2 times",
         lambda w, mix: model(w, mix, embedded=once(w, 2))),
     ("none of the usual ones; the gradient of mix is 3 times the plain one; all others are right",
@@ -519,7 +521,8 @@ OF_A_MODEL = [
     ("label smoothing of 0.1 in the convention 'torch', where the criterion has no label smoothing$",
         lambda w, mix: model(w, mix, label_smoothing=0.1)),
     ("the loss under test changes from call to call: it is ", lambda w, mix: model(w, mix) * next(NUMBERS)),
-    ("random numbers, such as those of dropout", lambda w, mix: F.dropout(w, 0.5).sum()),
+    ("random numbers, such as those of dropout .* the plain loss itself is .* in another",
+        lambda w, mix: F.dropout(w, 0.5).sum()),
 ]  # fmt: skip
 
 
