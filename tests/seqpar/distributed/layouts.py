@@ -10,7 +10,7 @@ import functools
 import random
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -300,6 +300,35 @@ def wrap(both: seqpar.ModelWithLoss, layout: str, **options: Any) -> Any:
 
 SMALL = Case((((2, 3),), ((3, 5),)), (), 7, 4, "tied", "torch", "nothing", 2, 0.3, 1.0, 5)
 """Two ranks with 6 and 15 targets, a tied head."""
+
+
+class TwoLayers(nn.Module):
+    """A model of two units with its loss, the sum of its squared outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.below = nn.Linear(3, 3).double()
+        self.above = nn.Linear(3, 2).double()
+
+    def forward(self, x: Tensor) -> seqpar.TokenLoss:
+        return seqpar.TokenLoss(self.above(self.below(x)).square().sum(), torch.tensor(len(x)))
+
+
+def rows_of(rank: int) -> Tensor:
+    """(rank + 1, 3): as many tokens as no other rank has."""
+    return torch.randn(rank + 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+
+
+def assert_two_layers(members: Iterable[int], answers: Iterable[dict[str, Tensor | None]], frozen: str = "") -> None:
+    """These gradients of TwoLayers are those of the mean over the tokens of these ranks."""
+    model = TwoLayers()
+    if frozen:
+        model.get_parameter(frozen).requires_grad_(False)
+    model(torch.cat([rows_of(rank) for rank in members])).mean.backward()
+    for gradients in answers:
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(gradients[name], p.grad, rtol=1e-12, atol=1e-14)
 
 
 class PlainLoss(nn.Module):

@@ -22,14 +22,17 @@ from seqpar.testing.ranks import ranks
 from tests.seqpar.distributed.layouts import (
     Case,
     Communication,
+    TwoLayers,
     accumulate,
     assert_answers,
+    assert_two_layers,
     build,
     cases,
     count_tokens,
     gradients_of,
     message,
     reference,
+    rows_of,
     torch_may_warn,
     watch_buckets,
     wrap,
@@ -247,32 +250,14 @@ def test_the_group_must_be_the_one_that_gradients_are_reduced_over():
         assert re.match(rf"{reduced}, and group has the 1 ranks \[[01]\]; pass the group of those ranks", ddp), ddp
 
 
-class Parts(nn.Module):
-    """A model of two units, whose loss is the sum of its outputs."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.rest = nn.Linear(3, 2).double()
-        self.experts = nn.Linear(2, 4).double()
-
-    def forward(self, x):
-        return seqpar.TokenLoss(self.experts(self.rest(x)).square().sum(), torch.tensor(len(x)))
-
-
-def rows_of(rank):
-    """(rank + 1, 3): as many tokens as no other rank has."""
-    return torch.randn(rank + 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
-
-
-def on_two_axes(rank, world, axis, experts, factor):
-    """The gradients, or the error, of a model on a mesh of 2 x 2, with experts on both axes or on the shards alone."""
+def on_two_axes(rank, world, axis, above, factor):
+    """The gradients, or the error, of a model on 2 x 2 ranks, its upper layer on both axes or on the shards alone."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = Parts()
-    fully_shard(model.experts, mesh=mesh if experts == "both" else mesh["shard"])
+    model = TwoLayers()
+    fully_shard(model.above, mesh=mesh if above == "both" else mesh["shard"])
     fully_shard(model, mesh=mesh)
     if factor is not None:
-        model.experts.set_gradient_divide_factor(factor)
+        model.above.set_gradient_divide_factor(factor)
     group = dist.group.WORLD if axis == "both" else mesh.get_group(axis)
     said = message(seqpar.accumulate_gradients, [rows_of(rank)], model, len, model=model, group=group)
     return gradients_of(model) if said == "no error" else said
@@ -288,7 +273,7 @@ def test_a_group_of_one_axis_of_a_models_mesh_is_refused(axis):
 def on_one_axis(rank, world, axis):
     """The gradients of a model that one axis of a mesh of 2 x 2 reduces, as beside tensor parallelism."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = Parts()
+    model = TwoLayers()
     fully_shard(model, mesh=mesh[axis])
     seqpar.accumulate_gradients([rows_of(rank)], model, len, model=model, group=mesh.get_group(axis))
     return gradients_of(model)
@@ -298,34 +283,25 @@ def on_one_axis(rank, world, axis):
 def test_a_model_on_one_axis_takes_the_group_of_that_axis(axis, together):
     found = ranks(4, on_one_axis, axis)
     for members in together:
-        assert_gradients_of(members, [found[rank] for rank in members])
-
-
-def assert_gradients_of(members, found):
-    """These gradients are those of the mean over the tokens of these ranks."""
-    model = Parts()
-    model(torch.cat([rows_of(rank) for rank in members])).mean.backward()
-    for gradients in found:
-        for name, p in model.named_parameters():
-            torch.testing.assert_close(gradients[name], p.grad, rtol=1e-12, atol=1e-14)
+        assert_two_layers(members, [found[rank] for rank in members])
 
 
 def test_units_on_fewer_ranks_than_the_group_need_the_factor():
     for said in ranks(4, on_two_axes, "both", "shards", None):
-        summed = r"ValueError: the gradients of experts are summed over the 2 ranks \[[0-3], [0-3]\] and divided by 2"
+        summed = r"ValueError: the gradients of above are summed over the 2 ranks \[[0-3], [0-3]\] and divided by 2"
         assert re.match(rf"{summed}, and group has the 4 ranks .*set_gradient_divide_factor\(4\)", said), said
     for found in ranks(4, on_two_axes, "both", "shards", 4.0):
-        assert sorted(found) == ["experts.bias", "experts.weight", "rest.bias", "rest.weight"]
+        assert sorted(found) == ["above.bias", "above.weight", "below.bias", "below.weight"]
 
 
 def test_a_changed_factor_is_refused():
     for said in ranks(4, on_two_axes, "both", "both", 1.0):
-        summed = r"ValueError: the gradients of experts are summed over the 4 ranks .* and divided by 1"
+        summed = r"ValueError: the gradients of above are summed over the 4 ranks .* and divided by 1"
         assert re.match(rf"{summed}, and group has the 4 ranks .*; .* leave the divide factor unchanged", said), said
 
 
 def test_the_group_of_both_axes_has_the_gradient_of_all_ranks_tokens():
-    assert_gradients_of(range(4), ranks(4, on_two_axes, "both", "both", None))
+    assert_two_layers(range(4), ranks(4, on_two_axes, "both", "both", None))
 
 
 def test_a_model_that_reduces_nothing_is_refused():

@@ -14,20 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import seqpar
 from seqpar.distributed.reducers import gathers_for_any
 from seqpar.testing.ranks import ranks
-from tests.seqpar.distributed.layouts import message
-
-
-class Body(nn.Module):
-    """A model with its loss."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.below = nn.Linear(3, 3).double()
-        self.above = nn.Linear(3, 2).double()
-
-    def forward(self, x):
-        return seqpar.TokenLoss(self.above(self.below(x)).square().sum(), torch.tensor(len(x)))
+from tests.seqpar.distributed.layouts import TwoLayers, assert_two_layers, gradients_of, message, rows_of
 
 
 def sharded(model, **options):
@@ -36,7 +23,7 @@ def sharded(model, **options):
 
 
 def unfrozen():
-    model = Body()
+    model = TwoLayers()
     model.below.requires_grad_(False)
     ddp = DistributedDataParallel(model)
     model.below.requires_grad_(True)
@@ -45,7 +32,7 @@ def unfrozen():
 
 def swapped():
     """As many parameters are trained as when it was made, but others."""
-    model = Body()
+    model = TwoLayers()
     model.below.requires_grad_(False)
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     model.above.requires_grad_(False)
@@ -54,21 +41,21 @@ def swapped():
 
 
 def added_to_ddp():
-    model = Body()
+    model = TwoLayers()
     ddp = DistributedDataParallel(model)
     model.extra = nn.Parameter(torch.ones(2).double())
     return ddp, ddp
 
 
 def ignored_by_ddp():
-    model = Body()
+    model = TwoLayers()
     model._ddp_params_and_buffers_to_ignore = ["below.weight"]
     ddp = DistributedDataParallel(model)
     return ddp, ddp
 
 
 def ignored_by_fsdp():
-    model = Body()
+    model = TwoLayers()
     model = sharded(model, ignored_params={model.below.weight})
     return model, model
 
@@ -87,17 +74,17 @@ def head_outside_fsdp():
 
 
 def inner_module():
-    ddp = DistributedDataParallel(Body())
+    ddp = DistributedDataParallel(TwoLayers())
     return ddp, ddp.module
 
 
 def fsdp1():
-    model = FullyShardedDataParallel(Body(), use_orig_params=True, device_id=torch.device("cpu"))
+    model = FullyShardedDataParallel(TwoLayers(), use_orig_params=True, device_id=torch.device("cpu"))
     return model, model
 
 
 def rounded():
-    model = sharded(Body(), mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
+    model = sharded(TwoLayers(), mp_policy=MixedPrecisionPolicy(output_dtype=torch.bfloat16))
     return model, model
 
 
@@ -120,7 +107,7 @@ WRONG = {
 
 
 def refusal(rank, world, setup):
-    x = torch.randn(rank + 1, 3, dtype=torch.float64)
+    x = rows_of(rank)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model, loss_of = setup()
@@ -134,7 +121,7 @@ def test_a_gradient_that_would_not_be_reduced_is_refused(setup):
 
 
 def without_synchronising(rank, world):
-    ddp = DistributedDataParallel(Body())
+    ddp = DistributedDataParallel(TwoLayers())
     with ddp.no_sync():
         return message(seqpar.accumulate_gradients, [torch.ones(1, 3).double()], ddp, len, model=ddp)
 
@@ -146,28 +133,23 @@ def test_inside_no_sync_it_is_refused():
 
 def after_evaluation(rank, world, wrapper):
     """Two steps, each after an evaluation, which may leave FSDP2's parameters gathered; part of the model is frozen."""
-    model = Body()
+    model = TwoLayers()
     model.below.bias.requires_grad_(False)
     wrapped = sharded(model, reshard_after_forward=False) if wrapper == "fsdp2" else DistributedDataParallel(model)
     # It holds the sharded parameters, where wrapped.zero_grad() would clear the gathered ones
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
-    x = torch.randn(rank + 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
+    x = rows_of(rank)
     for _ in range(2):
         with torch.no_grad():
             wrapped(x)
         optimizer.zero_grad()
         seqpar.accumulate_gradients([x], wrapped, len, model=wrapped, group=dist.group.WORLD)
-    grad = model.below.weight.grad
-    return grad.full_tensor() if wrapper == "fsdp2" else grad
+    return gradients_of(wrapped)
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
 def test_after_an_evaluation_nothing_is_missing(wrapper):
-    model = Body()
-    x = [torch.randn(r + 1, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(r)) for r in range(2)]
-    model(torch.cat(x)).mean.backward()
-    for grad in ranks(2, after_evaluation, wrapper):
-        torch.testing.assert_close(grad, model.below.weight.grad, rtol=1e-12, atol=1e-14)
+    assert_two_layers(range(2), ranks(2, after_evaluation, wrapper), frozen="below.bias")
 
 
 def asked_of_two_units(rank, world):

@@ -110,21 +110,18 @@ ONE = Distillation(PLAIN, "forward_kl", None, "hidden", 3, 4, False)
 
 
 def step(rank, world, change):
-    """A good distillation over the ranks, but for what the change does on the last one."""
+    """A good distillation over the ranks, but for what the change says of the last one and of the others."""
     vocab = seqpar.VocabShard(dist.group.WORLD, [0, 4, 4][rank], 11)
     rows = ([4, 0, 7] if world == 3 else [4, 7])[rank]
-    given = {"teacher": None, "options": dict(ONE.options), "one": ONE}
-    change(given, rank == world - 1)
-    teacher = given["teacher"] or given["one"].teacher(vocab.start, rows)
-    return seqpar.linear_distillation(**student(PLAIN, vocab, rows), teacher=teacher, **given["options"], vocab=vocab)
+    changed = change(rank == world - 1)
+    teacher = changed.get("teacher") or replace(ONE, kind=changed.get("kind", ONE.kind)).teacher(vocab.start, rows)
+    options = ONE.options | changed.get("options", {})
+    return seqpar.linear_distillation(**student(PLAIN, vocab, rows), teacher=teacher, **options, vocab=vocab)
 
 
 def count_a_step(rank, world, kind):
-    def change(given, last):
-        given["one"] = replace(ONE, kind=kind)
-
     with counted() as calls:
-        loss = step(rank, world, change)
+        loss = step(rank, world, lambda last: {"kind": kind})
         forward = dict(calls)
         loss.total.backward()
     return forward, dict(calls)
@@ -144,82 +141,64 @@ def collectives(reduces, gathers):
     return {name: count for name, count in (("all_reduce", reduces), ("all_gather", gathers)) if count}
 
 
-def other_divergence(given, last):
-    given["options"]["divergence"] = "reverse_kl" if last else "forward_kl"
-
-
-def other_beta(given, last):
-    given["options"] |= {"divergence": "jsd", "beta": 0.25 if last else 0.5}
-
-
-def other_kind(given, last):
-    given["one"] = replace(ONE, kind="log_probs" if last else "hidden")
-
-
-def other_rest(given, last):
-    given["one"] = replace(ONE, kind="one_class" if last else "renormalize")
-
-
 def top_k(edit):
-    def change(given, last):
-        given["one"] = replace(ONE, kind="one_class")
-        teacher = given["one"].teacher()
-        given["teacher"] = seqpar.TeacherTopK(*edit(teacher.ids, teacher.log_probs), "one_class") if last else teacher
+    """The last rank's classes and their probabilities are edited."""
+
+    def change(last):
+        teacher = replace(ONE, kind="one_class").teacher()
+        if last:
+            teacher = seqpar.TeacherTopK(*edit(teacher.ids, teacher.log_probs), "one_class")
+        return {"teacher": teacher}
 
     return change
 
 
-def swapped(ids, log_probs):
-    return ids.flip(-1), log_probs.flip(-1)
+def flipped_hidden(last):
+    made = ONE.teacher(4, 7)
+    return {"teacher": seqpar.TeacherHidden(made.hidden.flip(0), made.weight, made.bias)} if last else {}
 
 
-def less_likely(ids, log_probs):
-    return ids, log_probs - 0.1
+def by_function(function):
+    """The last rank's log-probabilities are those of a function of the rows."""
+    return lambda last: {"teacher": seqpar.TeacherLogProbs(function)} if last else {"kind": "log_probs"}
 
 
-def twice(ids, log_probs):
-    return torch.zeros_like(ids), log_probs
-
-
-def other_hidden(given, last):
-    made = ONE.teacher(0 if not last else 4, 4 if not last else 7)
-    if last:
-        given["teacher"] = seqpar.TeacherHidden(made.hidden.flip(0), made.weight, made.bias)
-
-
-def broken(given, last):
-    def function(rows):
-        raise ArithmeticError("no teacher")
-
-    given["one"] = replace(ONE, kind="log_probs")
-    if last:
-        given["teacher"] = seqpar.TeacherLogProbs(function)
-
-
-def of_other_columns(given, last):
-    given["one"] = replace(ONE, kind="log_probs")
-    if last:
-        log_q = ONE.made()["log_q"]
-        given["teacher"] = seqpar.TeacherLogProbs(lambda rows: log_q[rows])
+def broken(rows):
+    raise ArithmeticError("no teacher")
 
 
 DISAGREE = {
-    "divergence": (other_divergence, "divergence: 'forward_kl' on ranks [0]; 'reverse_kl' on ranks [1]"),
-    "beta": (other_beta, "beta: 0.5 on ranks [0]; 0.25 on ranks [1]"),
-    "kind": (other_kind, "teacher: 'TeacherHidden' on ranks [0]; 'TeacherLogProbs' on ranks [1]"),
-    "rest": (other_rest, "teacher.rest: 'renormalize' on ranks [0]; 'one_class' on ranks [1]"),
-    "ids": (top_k(swapped), "teacher.ids: ("),
-    "log_probs": (top_k(less_likely), "teacher.log_probs: ranks [1] have different numbers from rank 0"),
+    "divergence": (
+        lambda last: {"options": {"divergence": "reverse_kl" if last else "forward_kl"}},
+        "divergence: 'forward_kl' on ranks [0]; 'reverse_kl' on ranks [1]",
+    ),
+    "beta": (
+        lambda last: {"options": {"divergence": "jsd", "beta": 0.25 if last else 0.5}},
+        "beta: 0.5 on ranks [0]; 0.25 on ranks [1]",
+    ),
+    "kind": (
+        lambda last: {"kind": "log_probs" if last else "hidden"},
+        "teacher: 'TeacherHidden' on ranks [0]; 'TeacherLogProbs' on ranks [1]",
+    ),
+    "rest": (
+        lambda last: {"kind": "one_class" if last else "renormalize"},
+        "teacher.rest: 'renormalize' on ranks [0]; 'one_class' on ranks [1]",
+    ),
+    "ids": (top_k(lambda ids, log_probs: (ids.flip(-1), log_probs.flip(-1))), "teacher.ids: ("),
+    "log_probs": (
+        top_k(lambda ids, log_probs: (ids, log_probs - 0.1)),
+        "teacher.log_probs: ranks [1] have different numbers from rank 0",
+    ),
     "a class twice": (
-        top_k(twice),
+        top_k(lambda ids, log_probs: (torch.zeros_like(ids), log_probs)),
         "what is wrong: 'nothing' on ranks [0]; 'ValueError: teacher.ids repeats class 0",
     ),
-    "hidden": (other_hidden, "teacher.hidden: ranks [1] have different hidden states from rank 0"),
+    "hidden": (flipped_hidden, "teacher.hidden: ranks [1] have different hidden states from rank 0"),
 }
 FAILS = {
-    "a function that raises": (broken, "ArithmeticError: no teacher"),
+    "a function that raises": (by_function(broken), "ArithmeticError: no teacher"),
     "too many columns": (
-        of_other_columns,
+        by_function(lambda rows: ONE.made()["log_q"][rows]),
         "ValueError: what teacher.function returned has shape (2, 11); it must be (2, 7)",
     ),
 }
@@ -228,7 +207,7 @@ FAILS = {
 def said(rank, world, name):
     change = (DISAGREE | FAILS)[name][0]
     found = message(step, rank, world, change)
-    return found, float(step(rank, world, lambda given, last: None).total.detach())
+    return found, float(step(rank, world, lambda last: {}).total.detach())
 
 
 @pytest.mark.parametrize("name", DISAGREE)

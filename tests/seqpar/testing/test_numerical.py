@@ -11,23 +11,14 @@ from seqpar.linear import compiled_op
 from seqpar.rows.criteria import ignored_target
 from seqpar.testing import assert_numerical_gradients, assert_same_loss
 from seqpar.testing.strategies import cases, criteria
-
-
-class Halved(torch.autograd.Function):
-    """x, with half of its gradient."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, upstream):
-        return upstream / 2
+from tests.seqpar.testing.backward import Backward
 
 
 class Head(nn.Linear):
+    """Half of the gradient gets through."""
+
     def forward(self, x):
-        return super().forward(Halved.apply(x))
+        return super().forward(Backward.apply(x, lambda upstream: upstream / 2))
 
 
 def problem():

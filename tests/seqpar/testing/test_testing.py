@@ -9,6 +9,7 @@ from torch import nn
 from seqpar.core.checks import PROVED
 from seqpar.testing import assert_same_gradients, assert_same_loss, assert_same_results, assert_same_step, plain_loss
 from seqpar.testing.gradients import size_of, value_and_gradients
+from tests.seqpar.testing.backward import Backward
 
 WRONG = {
     "value": lambda loss: loss + 1e-9,
@@ -179,24 +180,15 @@ def test_a_wrong_loss_that_cannot_be_called_again_is_said_to_be_wrong():
         assert_same_gradients(once, lambda: w.sum(), {"w": w})
 
 
-class Eighths(torch.autograd.Function):
-    """Multiplies, and has another gradient where an eighth of its value is wanted."""
-
-    @staticmethod
-    def forward(ctx, w, power):
-        ctx.power = power
-        return 2 * w
-
-    @staticmethod
-    def backward(ctx, upstream):
-        return 2 * upstream**ctx.power, None
-
-
 @pytest.mark.parametrize(("power", "cause"), [(0, "the upstream factor is ignored"), (2, "the upstream factor is squ")])
 def test_what_a_loss_does_with_its_upstream_factor_is_named(power, cause):
     w = torch.ones(2, dtype=torch.float64, requires_grad=True)
+
+    def loss():
+        return Backward.apply(2 * w, lambda upstream: upstream**power).sum()
+
     with pytest.raises(AssertionError, match=f"Likely cause: {cause}"):
-        assert_same_gradients(lambda: Eighths.apply(w, power).sum(), lambda: (w + w.detach()).sum(), {"w": w})
+        assert_same_gradients(loss, lambda: (w + w.detach()).sum(), {"w": w})
 
 
 @pytest.mark.parametrize("of", [assert_same_gradients, assert_same_loss, assert_same_results, assert_same_step])

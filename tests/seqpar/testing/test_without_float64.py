@@ -10,6 +10,7 @@ from torch import nn
 
 import seqpar
 from seqpar.testing import assert_same_loss, plain_loss, precision, same_loss
+from tests.seqpar.testing.backward import Backward
 from tests.seqpar.testing.test_same_loss import Gated
 
 PADDING = 0
@@ -103,16 +104,6 @@ def test_gradients_of_per_token_tensors_are_held_against_it_too(no_float64, off)
         assert_same_loss(Gated(16, 50), criterion, hidden, target, **given)
 
 
-class Deaf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, loss):
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, upstream):
-        return torch.ones_like(upstream)
-
-
 def test_an_eighth_is_held_against_an_eighth(no_float64):
     with pytest.raises(AssertionError, match=r"upstream factor is ignored(.|\n)*both losses are multiplied by 0\.125"):
-        assert_same_loss(*problem(), loss=lambda *given: Deaf.apply(plain_loss(*given)))
+        assert_same_loss(*problem(), loss=lambda *given: Backward.apply(plain_loss(*given), torch.ones_like))

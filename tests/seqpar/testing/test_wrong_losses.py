@@ -11,6 +11,7 @@ from torch import nn
 
 import seqpar
 from seqpar.testing import assert_same_gradients, assert_same_loss, plain_loss
+from tests.seqpar.testing.backward import Backward
 
 PAD, VOCAB, CAP = 0, 7, 2.0
 TOKENS = 14
@@ -137,18 +138,6 @@ def deaf(parts):
     return lambda generator, criterion, hidden, target: Deaf.apply(hidden, generator.weight, target, parts)
 
 
-class Squared(torch.autograd.Function):
-    """The loss as it is, whose gradient has the upstream factor twice."""
-
-    @staticmethod
-    def forward(ctx, loss):
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx, upstream):
-        return upstream.square()
-
-
 class NarrowSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *losses):
@@ -159,20 +148,11 @@ class NarrowSum(torch.autograd.Function):
         return (upstream,) * len(ctx.needs_input_grad)
 
 
-class NarrowGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, weight, dtype):
-        ctx.dtype = dtype
-        return weight.clone()
-
-    @staticmethod
-    def backward(ctx, upstream):
-        return upstream.to(ctx.dtype).double(), None
-
-
 def weight_summed_in(dtype):
     def loss(generator, criterion, hidden, target):
-        logits = F.linear(hidden, NarrowGradient.apply(generator.weight, dtype), generator.bias)
+        logits = F.linear(
+            hidden, Backward.apply(generator.weight, lambda upstream: upstream.to(dtype).double()), generator.bias
+        )
         return of_logits(logits, criterion, target)
 
     return loss
@@ -365,7 +345,7 @@ WRONG = [
     Wrong("the upstream factor is ignored: an eighth of the loss leaves the gradient of generator.w",
         deaf("weight"), NO_BIAS, **UNIGNORED),
     Wrong(f"the upstream factor is squared: an eighth of the loss has 1/64 of the gradient of{ONLY_THE_GRADIENT}",
-        lambda *given: Squared.apply(plain_loss(*given))),
+        lambda *given: Backward.apply(plain_loss(*given), torch.square)),
     Wrong("targets shifted by one: each token is held against the next one's target",
         of_steps(slice(-1), slice(1, None))),
     Wrong("targets shifted by one: each token is held against the target before it",
@@ -511,11 +491,12 @@ def test_a_part_of_a_step_is_divided_by_its_own_tokens_unless_the_loss_divides_b
         assert_same_loss(generator, cross_entropy(), torch.randn(2, 3, 4), target, loss=wrong_for_three, tokens=6)
 
 
-def model(weight, mix, *, embedded=None, reduction="sum", **settings):
+def model(weight, mix, *, embedded=None, projected=None, reduction="sum", **settings):
     """The loss of a language model whose table of embeddings is its generator, too."""
     source, target = torch.arange(12) % VOCAB, torch.arange(1, 13) % VOCAB
     states = F.linear(F.embedding(source, weight if embedded is None else embedded), mix).tanh()
-    return F.cross_entropy(F.linear(states, weight), target, reduction=reduction, **settings)
+    logits = F.linear(states, weight if projected is None else projected)
+    return F.cross_entropy(logits, target, reduction=reduction, **settings)
 
 
 def once(parameter, times):
@@ -529,6 +510,7 @@ OF_A_MODEL = [
         lambda w, mix: model(w, mix, embedded=w.detach())),
     (r"a missed tie: .* that of use 2 \(linear\) alone; besides, all gradients are multiplied by 1/12",
         lambda w, mix: model(w, mix, embedded=w.detach(), reduction="mean")),
+    (r"a missed tie: .* that of use 1 \(embedding\) alone", lambda w, mix: model(w, mix, projected=w.detach())),
     (r"a use counted too often: of 2 uses of weight, its gradient has that of use 1 \(embedding\) 2 times",
         lambda w, mix: model(w, mix, embedded=once(w, 2))),
     ("none of the usual ones; the gradient of mix is 3 times the plain one; all others are right",
@@ -539,7 +521,8 @@ OF_A_MODEL = [
     ("label smoothing of 0.1 in the convention 'torch', where the criterion has no label smoothing$",
         lambda w, mix: model(w, mix, label_smoothing=0.1)),
     ("the loss under test changes from call to call: it is ", lambda w, mix: model(w, mix) * next(NUMBERS)),
-    ("random numbers, such as those of dropout", lambda w, mix: F.dropout(w, 0.5).sum()),
+    ("random numbers, such as those of dropout .* the plain loss itself is .* in another",
+        lambda w, mix: F.dropout(w, 0.5).sum()),
 ]  # fmt: skip
 
 
