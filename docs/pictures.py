@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from benchmarks.loss.plots import INK, OTHERS, OURS_BLUE, use_style
+from seqpar import LabelSmoothing
 from seqpar.rows.conventions import CONVENTIONS, Convention
-from seqpar.rows.criteria import LabelSmoothing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -20,7 +20,7 @@ from benchmarks.scores import page
 from benchmarks.scores.ways import CASES, FLOAT32, INVARIANT, OURS, SCORED, WAYS, Case, Way
 from conformance.adapter import Options, ScoreAdapter
 from conformance.problem import Problem as KitProblem
-from seqpar.linear.token_scores import TokenScores
+from seqpar import TokenScores
 
 SHAPES = [
     Problem(4096, 512, 32_000, bias=False),

@@ -23,6 +23,9 @@ from seqpar.rows.criteria import ignored_target
 
 Found = TypeVar("Found")
 
+FEW = 4
+"""On how many rows the generator is called, to see whether its scores are those of its weight and bias."""
+
 
 def over_devices(
     function: Callable[..., Found],
@@ -66,8 +69,11 @@ def over_devices(
         _refuse_other_scores(generator, match, shards)
     on = [shard.hidden.device for shard in shards]
     heads = [head] if needs_no_replica(head.parameters(), on) else replicate(head, on)
-    arguments = [(function, match, replica, shard, options) for replica, shard in zip(heads, shards, strict=True)]
-    found: list[Found] = parallel_apply([_of_shard] * len(shards), arguments, devices=on)
+    arguments = [
+        (function, match.of_replica(replica), shard.hidden, shard.target, {**shard.per_token, **options})
+        for replica, shard in zip(heads, shards, strict=True)
+    ]
+    found: list[Found] = parallel_apply([_of_rows] * len(shards), arguments, devices=on)
     forget(head.parameters())
     return found
 
@@ -89,17 +95,6 @@ def _refuse_other_scores(generator: nn.Module, match: FormulaMatch, shards: Sequ
             "scores are those of the generator's weight and bias, and a call of the generator gives others: something "
             "that it calls was replaced; call seqpar.token_scores with the weight that makes the logits"
         )
-
-
-FEW = 4
-
-
-def _of_shard(
-    function: Callable[..., Found], match: FormulaMatch, head: nn.ModuleDict, shard: Shard, options: dict[str, Any]
-) -> Found:
-    """Return the function's result for one device's rows."""
-    given = {**shard.per_token, **options}
-    return _of_rows(function, match.of_replica(head), shard.hidden, shard.target, given)
 
 
 def _of_rows(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from conformance import ALL_SCORES, ScoreAdapter
 from conformance.plain import plain_scores
-from seqpar.linear.token_scores import TokenScores
+from seqpar import TokenScores
 from tests.conformance.planted import altered, frozen_head_loses_hidden, frozen_trunk_loses_weight, padding_counts
 
 TILE = 64

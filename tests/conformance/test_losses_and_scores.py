@@ -20,7 +20,7 @@ from conformance.parts import PARTS
 from conformance.peers import KNOWN, KNOWN_SCORES
 from conformance.plain import plain_loss, plain_scores
 from conformance.problem import Problem, asked
-from seqpar.linear.token_scores import TokenScores
+from seqpar import TokenScores
 from tests.conformance.planted import MISTAKES
 from tests.conformance.planted_scores import SCORE_MISTAKES
 

@@ -69,25 +69,20 @@ def silent(monkeypatch):
     monkeypatch.setattr(PrinterCallback, "on_log", lambda *args, **keywords: None)
 
 
-@pytest.fixture
-def for_dpo(tmp_path, silent):
-    from trl import DPOConfig
+def of_trl(kind, config, **options):
+    """A fixture of what a TRL trainer takes that learns from examples of this kind."""
 
-    return what_a_trl_trainer_takes(DPOConfig, "dpo", tmp_path)
+    @pytest.fixture
+    def given(tmp_path, silent):
+        import trl
 
+        return what_a_trl_trainer_takes(getattr(trl, config), kind, tmp_path, **options)
 
-@pytest.fixture
-def for_sft(tmp_path, silent):
-    from trl import SFTConfig
-
-    return what_a_trl_trainer_takes(SFTConfig, "sft", tmp_path)
+    return given
 
 
-@pytest.fixture
-def for_distillation(tmp_path, silent):
-    from trl import DistillationConfig
-
-    return what_a_trl_trainer_takes(DistillationConfig, "distillation", tmp_path, max_completion_length=5)
+for_dpo, for_sft = of_trl("dpo", "DPOConfig"), of_trl("sft", "SFTConfig")
+for_distillation = of_trl("distillation", "DistillationConfig", max_completion_length=5)
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqpar
-from tests.seqpar.engine.test_linear_backward import Clamped
+from tests.seqpar.engine.pairs import with_gradient
+from tests.seqpar.engine.test_linear_backward import clamp
 
 V, N = 7, 13
 Rows = Callable[[Tensor], Tensor]
@@ -321,11 +322,11 @@ def sees_centred_rows(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 
 def clamped_hidden(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(Clamped.apply(hidden) @ weight.T, target, reduction="sum")
+    return F.cross_entropy(with_gradient(hidden, clamp) @ weight.T, target, reduction="sum")
 
 
 def clamped_weight(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(hidden @ Clamped.apply(weight).T, target, reduction="sum")
+    return F.cross_entropy(hidden @ with_gradient(weight, clamp).T, target, reduction="sum")
 
 
 @pytest.mark.parametrize(

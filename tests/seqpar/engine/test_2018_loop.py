@@ -109,8 +109,7 @@ def test_the_returned_sum_and_gradient_do_not_depend_on_chunk_size_or_devices(ch
     plain = criterion(generator(hidden).flatten(0, 1), batch.trg_y.flatten())
     expected = torch.autograd.grad(plain / 3, [hidden, *generator.parameters()])
     torch.testing.assert_close(total, plain.item(), rtol=1e-12, atol=1e-13)
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(got, [*expected], rtol=1e-12, atol=1e-13)
 
 
 def test_evaluation_builds_no_graph_and_steps_nothing():

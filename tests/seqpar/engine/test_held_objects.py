@@ -12,12 +12,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import seqpar
-
-V = 11
+from tests.seqpar.engine.pairs import Made, V, batch, cross_entropy, linear
 
 
 def read_only(numbers: Any) -> Any:
@@ -124,37 +122,21 @@ OBJECTS = {
 }
 
 
-def cross_entropy(z: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(2 * z, y, reduction="sum")
-
-
-class Holding(nn.Module):
-    """A criterion that holds a value, and a function that may use it."""
-
-    def __init__(self, value: Any, function: Any = cross_entropy) -> None:
-        super().__init__()
-        self.value = value
-        self.function = function
-
-    def forward(self, z: Tensor, y: Tensor) -> Any:
-        return self.function(z, y)
-
-
 @pytest.mark.parametrize("devices", [None, ["cpu"] * 2])
 @pytest.mark.parametrize("name", OBJECTS)
 def test_a_pair_may_hold_what_it_does_not_change(name: str, devices: Any) -> None:
     """A weight that numpy has computed is a number of numpy's, and many settings have every attribute."""
     value = OBJECTS[name]
 
-    def around(z: Tensor, y: Tensor) -> Tensor:
-        return cross_entropy(z, y) if value is not z else z
+    def beside(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(2 * z, y)
 
-    torch.manual_seed(0)
-    hidden = torch.randn(20, 4, dtype=torch.float64, requires_grad=True)
-    target = torch.randint(V, (20,))
-    generator = nn.Linear(4, V, dtype=torch.float64)
-    plain = cross_entropy(generator(hidden), target)
-    for criterion in (Holding(value), Holding(None, around)):
+    def around(self: Any, z: Tensor, y: Tensor) -> Tensor:
+        return cross_entropy(2 * z, y) if value is not z else z
+
+    generator, (hidden, target) = linear(), batch()
+    plain = cross_entropy(2 * generator(hidden), target)
+    for criterion in (Made(beside, value=value), Made(around)):
         loss = seqpar.LossCompute(generator, criterion, devices, chunk_tokens=5)(hidden, target)
         torch.testing.assert_close(loss.total, plain, rtol=1e-12, atol=0)
 

@@ -20,10 +20,6 @@ from seqpar.core import effects
 from tests.seqpar.engine.pairs import Head, Made, V, assert_plain, assert_same, batch, cross_entropy, linear
 
 
-def counted(self: Head, scores: Tensor) -> None:
-    self.steps += 1
-
-
 def annealed(self: Head, hidden: Tensor) -> Tensor:
     self.scale = 0.9 * getattr(self, "scale", 1.0)
     return hidden * self.scale
@@ -33,18 +29,6 @@ def counted_beside(self: Head, scores: Tensor) -> None:
     """What is named is what evolves, and not what is written first."""
     self.attention = scores.detach()
     self.steps += 1
-
-
-def replaced(self: Head, scores: Tensor) -> None:
-    self.sums = {"most": 100, "rows": len(self.sums) + self.sums["rows"]}
-
-
-def named(self: Head, scores: Tensor) -> None:
-    self.names.add(str(len(self.names)))
-
-
-def of_a_module_in_a_list(self: Head, scores: Tensor) -> None:
-    self.box[0].steps = getattr(self.box[0], "steps", 0) + 1
 
 
 def of_a_leaf(self: Head, scores: Tensor) -> None:
@@ -58,10 +42,6 @@ def of_a_key(self: Head, scores: Tensor) -> None:
     self.keys[key + 1] = value
 
 
-def of_a_cell(self: Head, scores: Tensor) -> None:
-    self.cells[0] = self.cells[0] + 1
-
-
 def only_once(self: Head, hidden: Tensor) -> Tensor:
     if hasattr(self, "once"):
         del self.once
@@ -72,38 +52,6 @@ def only_once(self: Head, hidden: Tensor) -> Tensor:
 def of_a_mode(self: Head, hidden: Tensor) -> Tensor:
     hidden, self.training = F.dropout(hidden, 0.5, self.training), False
     return hidden
-
-
-def of_an_object(self: Head, scores: Tensor) -> None:
-    self.inner.steps += 1
-
-
-def listed(self: Head, scores: Tensor) -> None:
-    self.seen.append(len(scores))
-
-
-def queued(self: Head, scores: Tensor) -> None:
-    self.recent.append(len(scores))
-
-
-def binned(self: Head, scores: Tensor) -> None:
-    self.histogram[1] += len(scores)
-
-
-def summed(self: Head, scores: Tensor) -> None:
-    self.sums["rows"] += len(scores)
-
-
-def added(self: Head, scores: Tensor) -> None:
-    self.total += scores.detach().sum()
-
-
-def auxiliary(self: Head, scores: Tensor) -> None:
-    self.aux = scores.logsumexp(-1).square().sum()
-
-
-def in_a_list(self: Head, scores: Tensor) -> None:
-    self.kept = [scores.sum()]
 
 
 def remembered(self: Head, hidden: Tensor) -> Tensor:
@@ -128,32 +76,39 @@ def warmed_up_backward(self: Head, hidden: Tensor) -> Tensor:
     return hidden
 
 
-STATE = {
+def to(change: Any) -> dict[str, Any]:
+    """What a head does after its projection, given itself and the scores."""
+    return {"after": change}
+
+
+STATE: dict[str, dict[str, Any]] = {
     "warm": {"before": warmed_up},
     "hot": {"before": warmed_up_backward},
-    "steps": {"after": counted},
+    "steps": to(lambda self, scores: setattr(self, "steps", self.steps + 1)),
     "steps beside": {"after": counted_beside},
-    "sums of another dict": {"after": replaced},
-    "names": {"after": named},
-    "inner": {"after": of_an_object},
-    "box": {"after": of_a_module_in_a_list},
-    "pair": {"after": lambda self, scores: self.pair[0].append(1)},
-    "cells": {"after": of_a_cell},
+    "sums of another dict": to(
+        lambda self, scores: setattr(self, "sums", {"most": 100, "rows": len(self.sums) + self.sums["rows"]})
+    ),
+    "names": to(lambda self, scores: self.names.add(str(len(self.names)))),
+    "inner": to(lambda self, scores: setattr(self.inner, "steps", self.inner.steps + 1)),
+    "box": to(lambda self, scores: setattr(self.box[0], "steps", getattr(self.box[0], "steps", 0) + 1)),
+    "pair": to(lambda self, scores: self.pair[0].append(1)),
+    "cells": to(lambda self, scores: self.cells.__setitem__(0, self.cells[0] + 1)),
     "keys": {"after": of_a_key},
     "leaf": {"after": of_a_leaf},
-    "table": {"after": lambda self, scores: self.table[99:].add_(1)},
+    "table": to(lambda self, scores: self.table[99:].add_(1)),
     "once": {"before": only_once},
-    "span": {"after": lambda self, scores: setattr(self, "span", range(len(getattr(self, "span", ())) + 1))},
+    "span": to(lambda self, scores: setattr(self, "span", range(len(getattr(self, "span", ())) + 1))),
     "training": {"before": of_a_mode},
     "scale": {"before": annealed},
-    "seen": {"after": listed},
-    "recent": {"after": queued},
-    "histogram": {"after": binned},
-    "sums": {"after": summed},
-    "total": {"after": added},
+    "seen": to(lambda self, scores: self.seen.append(len(scores))),
+    "recent": to(lambda self, scores: self.recent.append(len(scores))),
+    "histogram": to(lambda self, scores: self.histogram.__iadd__([0, len(scores)])),
+    "sums": to(lambda self, scores: self.sums.update(rows=self.sums["rows"] + len(scores))),
+    "total": to(lambda self, scores: self.total.add_(scores.detach().sum())),
     "last": {"before": remembered},
-    "aux": {"after": auxiliary},
-    "kept": {"after": in_a_list},
+    "aux": to(lambda self, scores: setattr(self, "aux", scores.logsumexp(-1).square().sum())),
+    "kept": to(lambda self, scores: setattr(self, "kept", [scores.sum()])),
 }
 
 
@@ -183,7 +138,7 @@ def failing(self: Any, logits: Tensor, target: Tensor) -> Tensor:
 
 
 def test_what_a_pair_keeps_is_put_back_also_after_its_own_error() -> None:
-    generator = Head(after=lambda self, scores: (listed(self, scores), queued(self, scores), binned(self, scores)))
+    generator = Head(after=lambda *given: [STATE[name]["after"](*given) for name in ("seen", "recent", "histogram")])
     with pytest.raises(RuntimeError, match="a criterion's own error"):
         seqpar.LossCompute(generator, Made(failing))(*batch())
     assert not generator.seen
@@ -252,7 +207,7 @@ def test_what_is_too_large_or_has_no_memory_is_not_looked_into(monkeypatch: Any)
 
 def test_a_graph_is_found_beside_a_vocabulary_and_beside_more_numbers_than_are_copied(monkeypatch: Any) -> None:
     monkeypatch.setattr(effects, "MOST_NUMBERS", 600)
-    generator = Head(after=auxiliary)
+    generator = Head(**STATE["aux"])
     generator.parts, generator.vocab = [torch.zeros(601)], {str(i): i for i in range(3_000)}
     generator.config = SimpleNamespace(**generator.vocab)
     with pytest.raises(ValueError, match=r"generator\.aux holds a tensor with a graph"):
@@ -273,24 +228,16 @@ def test_a_graph_that_was_there_before_the_call_is_no_fault_and_one_beside_a_wei
         generator(batch()[0])
 
 
-def kept_for_a_picture(self: Head, scores: Tensor) -> None:
-    self.attention = scores.detach().softmax(-1)
-
-
-def cached_by_size(self: Head, scores: Tensor) -> None:
-    self.sums[f"mask of {scores.dim()}"] = 1
-
-
 def random_numbers(self: Head, hidden: Tensor) -> Tensor:
     drawn = random.random() + self.twister.random() + self.legacy.rand() + self.numpy.random() + np.random.rand()
     return hidden * (1 + torch.rand((), generator=self.own) + drawn)
 
 
 RIGHT = {
-    "a time": {"after": lambda self, scores: setattr(self, "when", (time.perf_counter(), float("nan")))},
-    "kept for a picture": {"after": kept_for_a_picture},
-    "a cache": {"after": cached_by_size},
-    "a number that stays": {"after": lambda self, scores: setattr(self, "width", scores.size(-1))},
+    "a time": to(lambda self, scores: setattr(self, "when", (time.perf_counter(), float("nan")))),
+    "kept for a picture": to(lambda self, scores: setattr(self, "attention", scores.detach().softmax(-1))),
+    "a cache": to(lambda self, scores: self.sums.update({f"mask of {scores.dim()}": 1})),
+    "a number that stays": to(lambda self, scores: setattr(self, "width", scores.size(-1))),
 }
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import seqpar
 from seqpar.core.token_loss import TokenLoss
 from seqpar.testing import assert_same_gradients
+from tests.seqpar.engine.pairs import with_gradient
 
 V, D = 7, 4
 
@@ -194,18 +195,12 @@ class Failing(nn.Module):
         if target.tolist() == [5, 4, 3, 2, 1]:
             if self.way == "forward":
                 raise KeyError("planted")
-            scores = Refused.apply(scores)
+            scores = with_gradient(scores, refused)
         return (scores.logsumexp(-1) * (target != self.ignore_index)).sum()
 
 
-class Refused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, upstream):
-        raise KeyError("planted")
+def refused(grad):
+    raise KeyError("planted")
 
 
 @pytest.mark.parametrize(
@@ -257,6 +252,13 @@ class BySharesOfMask(nn.Module):
         return (nn.functional.cross_entropy(rows, target, reduction="none") * mask).sum() * share
 
 
+def by_shares(is_generator):
+    """A pair one of which multiplies by the share."""
+    if is_generator:
+        return BySharesOfMask(True), nn.CrossEntropyLoss(reduction="sum")
+    return nn.Linear(D, V).double(), BySharesOfMask(False)
+
+
 @pytest.mark.parametrize("devices", [None, ["cpu", "cpu"]])
 @pytest.mark.parametrize("padding", [slice(47, 48), slice(20, 22), slice(1, 2), slice(8, 48), slice(0, 30)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
@@ -264,8 +266,7 @@ class BySharesOfMask(nn.Module):
 def test_a_share_of_a_mask_is_found_wherever_its_padding_is(is_generator, dtype, padding, devices):
     """A mask has no gradient that would tell, and most of the few rows that are asked about may not be padding."""
     torch.manual_seed(0)
-    generator = BySharesOfMask(True) if is_generator else nn.Linear(D, V).double()
-    criterion = nn.CrossEntropyLoss(reduction="sum") if is_generator else BySharesOfMask(False)
+    generator, criterion = by_shares(is_generator)
     hidden, target, mask = torch.randn(48, D).double(), torch.randint(V, (48,)), torch.ones(48, dtype=dtype)
     mask[padding] = 0
     with pytest.raises(ValueError, match="mixes rows" if is_generator else "does not add up"):
@@ -276,8 +277,7 @@ def test_a_share_of_a_mask_is_found_wherever_its_padding_is(is_generator, dtype,
 def test_a_share_of_a_mask_is_found_behind_rows_that_are_ignored(is_generator):
     """Of a count, not of 0 and 1: another number is asked for those alone."""
     torch.manual_seed(0)
-    generator = BySharesOfMask(True) if is_generator else nn.Linear(D, V).double()
-    criterion = nn.CrossEntropyLoss(reduction="sum") if is_generator else BySharesOfMask(False)
+    generator, criterion = by_shares(is_generator)
     criterion.ignore_index = -100
     hidden, target, mask = torch.randn(48, D).double(), torch.randint(V, (48,)), torch.full((48,), 3)
     target[:30] = -100

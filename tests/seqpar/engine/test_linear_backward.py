@@ -15,7 +15,7 @@ import seqpar
 from seqpar.testing import assert_same_results
 from seqpar.testing.ranks import ranks
 from tests.on_device import seeds
-from tests.seqpar.engine.pairs import Head, Made, V, assert_same, batch, cross_entropy, each_row, linear
+from tests.seqpar.engine.pairs import Head, Made, V, assert_same, batch, cross_entropy, each_row, linear, with_gradient
 
 
 def hooked(change: Any) -> Any:
@@ -96,25 +96,17 @@ def test_a_backward_that_changes_each_row_alone_is_that_of_the_plain_loss_at_any
     assert ", and again in backward, as the gradient depends on the factor of the loss; " in engine.explain()
 
 
-class Skipping(torch.autograd.Function):
-    """The identity, with no gradient where none is larger than this."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, most: float) -> Tensor:
-        ctx.most = most
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        return grad if grad.abs().max() > ctx.most else None, None
+def above(most: float) -> Any:
+    """No gradient where none is larger than this."""
+    return lambda grad: grad if grad.abs().max() > most else None
 
 
 def gated(self: Head, x: Tensor) -> Tensor:
-    return Skipping.apply(x, 0.0) * (x[..., :1] > 0)
+    return with_gradient(x, above(0.0)) * (x[..., :1] > 0)
 
 
 def skipped(self: Head, x: Tensor) -> Tensor:
-    return torch.cat([Skipping.apply(row, 0.05) for row in x.flatten(0, -2).split(1)]).view(x.shape)
+    return torch.cat([with_gradient(row, above(0.05)) for row in x.flatten(0, -2).split(1)]).view(x.shape)
 
 
 @pytest.mark.parametrize("before", [gated, skipped])
@@ -394,21 +386,15 @@ def test_a_gradient_of_a_per_token_tensor_alone_is_asked_about() -> None:
         engine(hidden.detach(), target, gate=gate)
 
 
+def clamp(grad: Tensor) -> Tensor:
+    return grad.clamp(-0.05, 0.05)
+
+
 class ClampedWeight(nn.Linear):
     """A weight of which the gradient is clamped, as in some ways to quantise it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, Clamped.apply(self.weight), self.bias)
-
-
-class Clamped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Tensor:
-        return upstream[0].clamp(-0.05, 0.05)
+        return F.linear(x, with_gradient(self.weight, clamp), self.bias)
 
 
 @pytest.mark.parametrize("frozen", [["weight"], ["weight", "bias"]])

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqpar
-from tests.seqpar.engine.pairs import V, assert_same, batch, cross_entropy, linear
+from tests.seqpar.engine.pairs import V, assert_same, batch, cross_entropy, linear, with_gradient
 
 
 class Called(nn.Linear):
@@ -43,14 +43,8 @@ def test_a_function_that_was_replaced_by_one_that_hardly_differs_is_called(
         torch.testing.assert_close(mine, criterion(generator(hidden), target))
 
 
-class HalfOfTheGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> Tensor:
-        return upstream[0] / 2
+def half(grad: Tensor) -> Tensor:
+    return grad / 2
 
 
 def doubled_linear(forward: Any) -> Any:
@@ -75,8 +69,8 @@ REPLACED: dict[str, tuple[Any, str, Any]] = {
     "forward": (nn.Linear, "forward", lambda self, x: 3 * F.linear(x, self.weight, self.bias)),
     # The same value, and half of a gradient
     "gradient": (nn.Linear, "forward", lambda self, x: (FORWARD(self, x) + FORWARD(self, x).detach()) / 2),
-    "of weight": (F, "linear", lambda x, w, b: PRODUCT(x, HalfOfTheGradient.apply(w), b)),
-    "of bias": (F, "linear", lambda x, w, b: PRODUCT(x, w, HalfOfTheGradient.apply(b))),
+    "of weight": (F, "linear", lambda x, w, b: PRODUCT(x, with_gradient(w, half), b)),
+    "of bias": (F, "linear", lambda x, w, b: PRODUCT(x, w, with_gradient(b, half))),
     "module": (nn.Module, "__call__", doubled_linear(CALL)),
     "criterion": (nn.CrossEntropyLoss, "forward", twice_the_loss),
     "own criterion": (seqpar.CrossEntropy, "forward", twice_the_loss),

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import seqpar
 from seqpar.engine.module_calls import surroundings_of
 from tests.seqpar.engine import pairs
-from tests.seqpar.engine.pairs import Made, V, cross_entropy
+from tests.seqpar.engine.pairs import Made, V, cross_entropy, with_gradient
 
 NUMBER = 0
 LEFT: list[Any] = []
@@ -347,23 +347,15 @@ def of_slots() -> nn.Module:
     return Made(lambda self, z, y: smoothed(z, y, of_attribute(self.config)()), config=with_calls(Config()))
 
 
-class Drifting(torch.autograd.Function):
-    """The identity, whose gradient is a millionth larger in every backward."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, calls: list[int]) -> Tensor:
-        ctx.calls = calls
-        return z.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.calls[0] += 1
-        return grad * (1 + 1e-6 * ctx.calls[0]), None
-
-
 def of_a_backward() -> nn.Module:
     calls = [0]
-    return Made(lambda self, z, y: cross_entropy(Drifting.apply(z, calls), y))
+
+    def drifting(grad: Tensor) -> Tensor:
+        """A millionth larger in every backward."""
+        calls[0] += 1
+        return grad * (1 + 1e-6 * calls[0])
+
+    return Made(lambda self, z, y: cross_entropy(with_gradient(z, drifting), y))
 
 
 def of_a_late_parameter() -> nn.Module:
@@ -481,7 +473,7 @@ PAIRS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "criterion.calls",
     ),
     "slots": (of_slots, "criterion.config"),
-    "a backward": (of_a_backward, "calls in the closure of <lambda>"),
+    "a backward": (of_a_backward, "calls in the closure of drifting"),
     "the forward of a base": (
         of_forward(lambda f: type("Derived", (type("Base", (nn.Module,), {"forward": f}),), {})()),
         IN_COUNT,

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 import seqpar
-from seqpar.core.token_loss import TokenLoss
-from tests.seqpar.public_edge.case import Case, Equals, Raises
+from seqpar import TokenLoss
+from tests.seqpar.public_edge.case import Case, Equals
 from tests.seqpar.public_edge.criteria_table import logits
 from tests.seqpar.public_edge.engine_table import NO_SCALE, NOT_FINITE
-from tests.seqpar.public_edge.tables import NOT_TENSORS, refused, values
+from tests.seqpar.public_edge.tables import NOT_TENSORS, raises, refused, values
 
 HALVES = [slice(0, 3), slice(3, 6)]
 NAME = "chunked_gradient"
@@ -78,16 +78,14 @@ NO_LIST = values("it must be a list or tuple of tensors", none=None, a_tensor=to
 
 def _refused() -> list[Case]:
     cases = [
-        Case(
-            f"{NAME}: {label}", partial(_walk, chunks), Raises(ValueError, ("chunks overlap: row ", "2 times", "once"))
-        )
+        raises(f"{NAME}: {label}", partial(_walk, chunks), ValueError, "chunks overlap: row ", "2 times", "once")
         for label, chunks in OVERLAPS.items()
     ]
     cases += refused(NAME, _walk, "chunks", NO_CHUNKS, TypeError)
     for bad in ([0, 6], [-7], [10**9]):
         words = ("chunks[1]", f"to {max(bad)}", "there are 6")
         call = partial(_walk, [slice(1, 3), torch.tensor(bad)])
-        cases.append(Case(f"{NAME}: indices {bad}", call, Raises(IndexError, words)))
+        cases.append(raises(f"{NAME}: indices {bad}", call, IndexError, *words))
     words = "[0] is slice(5, 0, -1); a slice of rows must have a positive step"
     backwards = {"backwards": (lambda: [slice(5, 0, -1)], words)}
     cases += refused(NAME, _walk, "chunks", backwards, ValueError)
@@ -158,13 +156,13 @@ OF_A_TENSOR = ("backward", "item", "cpu", "cuda", "numpy", "requires_grad", "gra
 
 
 def _token_loss() -> list[Case]:
-    cases = [Case(f"TokenLoss: {label}", call, Raises(TypeError, INSTEAD)) for label, call in ONE_NUMBER.items()]
+    cases = [raises(f"TokenLoss: {label}", call, TypeError, *INSTEAD) for label, call in ONE_NUMBER.items()]
     for name in OF_A_TENSOR:
         call = partial(getattr, LOSS, name)
-        cases.append(Case(f"TokenLoss: .{name}", call, Raises(AttributeError, (f"TokenLoss.{name}", *INSTEAD[1:]))))
+        cases.append(raises(f"TokenLoss: .{name}", call, AttributeError, f"TokenLoss.{name}", *INSTEAD[1:]))
     for label, other in {"1": 1, "a tensor": torch.ones(()), "a tuple": (1, 2), "none": None}.items():
         words = ("TokenLoss + ", "loss.total / loss.tokens + other")
-        cases.append(Case(f"TokenLoss: loss + {label}", partial(operator.add, LOSS, other), Raises(TypeError, words)))
+        cases.append(raises(f"TokenLoss: loss + {label}", partial(operator.add, LOSS, other), TypeError, *words))
     none = TokenLoss.zero(torch.float64, torch.device("cpu"), tells=False)
     numbers: dict[str, tuple[Callable[[], tuple[Tensor, ...]], tuple[float, ...]]] = {
         "sum of none and two": (lambda: tuple(sum([none, LOSS, LOSS]))[:2], (12.0, 6)),

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import seqpar
 from seqpar.rows.conventions import CONVENTIONS
-from tests.seqpar.public_edge.case import Case, Equals, Raises
-from tests.seqpar.public_edge.tables import NOT_TENSORS, refused, values
+from tests.seqpar.public_edge.case import Case, Equals
+from tests.seqpar.public_edge.tables import NOT_TENSORS, raises, refused, values
 from tests.seqpar.published import Smoothing
 
 V = 9
@@ -95,11 +95,11 @@ def _refused(name: str, criterion: nn.Module) -> list[Case]:
     for a, b in shapes:
         words = ("logits", "target", str(a), str(b), "logits.flatten(0, -2) and target.flatten()")
         call = partial(criterion, logits(*a), targets(*b))
-        cases.append(Case(f"{name}: shapes {a} and {b}", call, Raises(ValueError, words)))
+        cases.append(raises(f"{name}: shapes {a} and {b}", call, ValueError, *words))
     for bad in (V, -1, -99, 10**9):
         words = (f"target {bad} at position (1,)", "outside the vocabulary", "ignore_index")
         call = partial(criterion, logits(3, V), torch.tensor([1, bad, 2]))
-        cases.append(Case(f"{name}: a target of {bad}", call, Raises(IndexError, words)))
+        cases.append(raises(f"{name}: a target of {bad}", call, IndexError, *words))
     return cases
 
 
@@ -138,7 +138,7 @@ def _settings() -> list[Case]:
         (0, 2, "2 classes are too few"),
     ):
         call = partial(seqpar.LabelSmoothing(0.1, "harvard", ignore_index=padding), logits(1, classes), targets(1))
-        cases.append(Case(f"harvard: padding {padding} of {classes}", call, Raises(ValueError, (words,))))
+        cases.append(raises(f"harvard: padding {padding} of {classes}", call, ValueError, words))
     return cases
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import seqpar
 from tests.seqpar.core.odd_tensors import NO_TENSOR, SPECIAL
-from tests.seqpar.public_edge.case import Case, Raises
+from tests.seqpar.public_edge.case import Case
 from tests.seqpar.public_edge.criteria_table import NO_INDICES, ODD_DTYPES, V, logits, targets
-from tests.seqpar.public_edge.tables import refused, values
+from tests.seqpar.public_edge.tables import raises, refused, values
 
 D = 4
 
@@ -109,15 +109,13 @@ def made() -> list[Case]:
         cases += refused(name, lambda x: seqpar.LossCompute(linear, loss, x), "devices", odd, error)
         cases += refused(multi, lambda x: two_thousand_and_eighteen(devices=x), "devices", odd, error)
     both = partial(seqpar.LossCompute, linear, loss, chunk_tokens=2, chunk_size=3)
-    cases.append(
-        Case(f"{name}: two ways to cut", both, Raises(ValueError, ("chunk_tokens=2 and chunk_size=3: pass one",)))
-    )
+    cases.append(raises(f"{name}: two ways to cut", both, ValueError, "chunk_tokens=2 and chunk_size=3: pass one"))
     for label, (make_unfit, words) in UNFIT.items():
         for devices in (None, ["cpu"] * 2):
             call = partial(
                 lambda make, on: seqpar.LossCompute(make(), loss, on)(hidden(6), targets(6)), make_unfit, devices
             )
-            cases.append(Case(f"{name}: a {label} generator on {devices}", call, Raises(TypeError, (words,))))
+            cases.append(raises(f"{name}: a {label} generator on {devices}", call, TypeError, words))
     odd = values("it must be an optimizer with .step(), or None", text="adam", a_class=dict, a_number=0.1)
     return cases + refused(multi, lambda x: two_thousand_and_eighteen(opt=x), "opt", odd, TypeError)
 
@@ -170,7 +168,7 @@ def _shapes(kind: str) -> list[Case]:
     of_teacher = ("teacher has shape (5, 4); ", " whose first dimensions ", "target's shape (6,)")
 
     def case(label: str, call: Callable[[], object], error: type[Exception], *words: str) -> Case:
-        return Case(f"{kind}: {label}", call, Raises(error, words))
+        return raises(f"{kind}: {label}", call, error, *words)
 
     cases = []
     for a, b in [((6,), (5,)), ((2, 3), (6,)), ((2, 3), (3, 2)), ((6,), (2, 3)), ((), ()), ((0,), (1,)), ((1,), ())]:
@@ -239,7 +237,7 @@ def _per_token() -> list[Case]:
     for shape in [(5, D), (), (1, D), (6 * D,)]:
         words = ("extra", str(shape), "target's shape (6,)")
         call = partial(ask, rows, six, extra=logits(*shape))
-        cases.append(Case(f"by autograd: extra of shape {shape}", call, Raises(ValueError, words)))
+        cases.append(raises(f"by autograd: extra of shape {shape}", call, ValueError, *words))
     return cases
 
 
@@ -267,7 +265,7 @@ def _split() -> list[Case]:
     ask, rows, six = engine(vocab=seqpar.VocabShard(None, 0, V)), hidden(6), targets(6)
     words = "is a list of 1; it must be a tensor"
     return [
-        Case(f"a split vocabulary: {argument} of {name} in a list", partial(call, *given), Raises(TypeError, (words,)))
+        raises(f"a split vocabulary: {argument} of {name} in a list", partial(call, *given), TypeError, words)
         for name, call in {"the loss": ask, "the scores": ask.token_scores}.items()
         for argument, given in {"hidden": ([rows], six), "target": (rows, [six])}.items()
     ]

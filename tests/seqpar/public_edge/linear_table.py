@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import seqpar
-from tests.seqpar.core.odd_tensors import NO_TENSOR, SPECIAL
 from tests.seqpar.linear.linear_loss import on_another_device
-from tests.seqpar.public_edge.case import Case, Raises
+from tests.seqpar.public_edge.case import Case
+from tests.seqpar.public_edge.tables import NOT_TENSORS, raises
 
 NAN, INF = float("nan"), float("inf")
 N, D, V = 6, 4, 9
@@ -97,19 +97,19 @@ def called(name: str, **odd: Any) -> object:
     return function(**given)
 
 
-def raises(name: str, about: str, error: type[Exception], words: tuple[str, ...], **odd: Any) -> Case:
+def refuses(name: str, about: str, error: type[Exception], words: tuple[str, ...], **odd: Any) -> Case:
     """A call of that function that must raise."""
-    return Case(f"{name}, {about}", partial(called, name, **odd), Raises(error, words))
+    return raises(f"{name}, {about}", partial(called, name, **odd), error, *words)
 
 
 def _not_dense() -> Iterator[Case]:
     """Whatever is no plain tensor, in every place where a tensor is taken."""
     for name, (_, names, _) in FUNCTIONS.items():
         for argument in names:
-            for kind, (make, message) in (SPECIAL | NO_TENSOR).items():
+            for kind, (make, message) in NOT_TENSORS.items():
                 if kind != "none" or argument not in OPTIONAL:
                     words = (f"{argument} is {message}",)
-                    yield raises(name, f"{argument} {kind}", TypeError, words, **{argument: lambda _, m=make: m()})
+                    yield refuses(name, f"{argument} {kind}", TypeError, words, **{argument: lambda _, m=make: m()})
 
 
 def _dtypes() -> Iterator[Case]:
@@ -121,11 +121,11 @@ def _dtypes() -> Iterator[Case]:
         for argument in (name for name in names if name != "old"):
             for dtype in whole if argument in ("target", "teacher.ids", "soft_target.ids") else floating:
                 odd = {argument: lambda given, a=argument, d=dtype: given[a].abs().to(d)}
-                yield raises(name, f"{argument} {dtype}", TypeError, (f"{argument} has dtype {dtype}",), **odd)
+                yield refuses(name, f"{argument} {dtype}", TypeError, (f"{argument} has dtype {dtype}",), **odd)
         for argument in ("weight", "bias"):
             odd = {argument: lambda given, a=argument: given[a].double()}
             words = (f"hidden has dtype torch.float32 and {argument} torch.float64",)
-            yield raises(name, f"{argument} of another dtype", TypeError, words, **odd)
+            yield refuses(name, f"{argument} of another dtype", TypeError, words, **odd)
 
 
 def _shapes() -> Iterator[Case]:
@@ -150,11 +150,11 @@ def _shapes() -> Iterator[Case]:
         for argument in names:
             for shape, words in odd_shapes[argument]:
                 odd = {argument: lambda given, a=argument, s=shape: given[a].new_zeros(s)}
-                yield raises(name, f"{argument} {shape}", ValueError, (words,), **odd)
+                yield refuses(name, f"{argument} {shape}", ValueError, (words,), **odd)
         odd = {"hidden": torch.zeros(D), "target": torch.tensor(1)}
-        yield raises(name, "one row without its dimension", ValueError, ("hidden has shape (4,)",), **odd)
+        yield refuses(name, "one row without its dimension", ValueError, ("hidden has shape (4,)",), **odd)
         none = {"weight": torch.zeros(0, D), "bias": None}
-        yield raises(name, "no classes", ValueError, ("weight has shape (0, 4)",), **none)
+        yield refuses(name, "no classes", ValueError, ("weight has shape (0, 4)",), **none)
 
 
 def _targets() -> Iterator[Case]:
@@ -163,10 +163,10 @@ def _targets() -> Iterator[Case]:
         for value in (V, -1, 10**9):
             words = (f"target {value} at position (2,)",)
             odd = {"target": torch.tensor([0, 1, value, 0, 0, 0])}
-            yield raises(name, f"target {value}", IndexError, words, **odd)
+            yield refuses(name, f"target {value}", IndexError, words, **odd)
         words = ("target 156 at position (1,)",)
         bytes_ = {"target": torch.tensor([0, 156, 1, 1, 1, 1], dtype=torch.uint8)}
-        yield raises(name, "target 156 of bytes, which is no -100", IndexError, words, **bytes_)
+        yield refuses(name, "target 156 of bytes, which is no -100", IndexError, words, **bytes_)
 
 
 NO_NUMBER = {"text": "0.1", "a list": [0.1], "a bool": True, "complex": 1j, "a tensor": torch.ones(())}
@@ -203,14 +203,14 @@ def _numbers() -> Iterator[Case]:
                 for kind, value in values.items():
                     if (name, argument, kind) == ("token_scores", "temperature", "a tensor"):
                         continue  # which is one number for each token, and tested below
-                    yield raises(name, f"{argument} {kind}", error, (f"{argument} is ",), **{argument: value})
+                    yield refuses(name, f"{argument} {kind}", error, (f"{argument} is ",), **{argument: value})
     words = ("temperature has shape ()", "target (6,)")
-    yield raises("token_scores", "a temperature of no token", ValueError, words, temperature=torch.tensor(2.0))
+    yield refuses("token_scores", "a temperature of no token", ValueError, words, temperature=torch.tensor(2.0))
     for kind, value in {"0": 0.0, "nan": NAN, "inf": INF}.items():
         odd = {"loss_scale": torch.tensor(value)}
-        yield raises("linear_cross_entropy", f"loss_scale a tensor of {kind}", ValueError, ("loss_scale is ",), **odd)
+        yield refuses("linear_cross_entropy", f"loss_scale a tensor of {kind}", ValueError, ("loss_scale is ",), **odd)
     odd = {"loss_scale": torch.ones(2)}
-    yield raises("linear_cross_entropy", "loss_scale of two", TypeError, ("loss_scale has shape (2,)",), **odd)
+    yield refuses("linear_cross_entropy", "loss_scale of two", TypeError, ("loss_scale has shape (2,)",), **odd)
 
 
 NAMED = {None: "None", "teacher": "the text 'teacher'", "rows": "the text 'rows'", "loss": "the text 'loss'"}
@@ -229,41 +229,41 @@ def _choices() -> Iterator[Case]:
     """Names that mean nothing, and what is no shard."""
     for value in ("Torch", "", None, 3, ["torch"]):
         odd = {"smoothing_convention": value, "label_smoothing": 0.1}
-        yield raises(
+        yield refuses(
             "linear_cross_entropy", f"smoothing {value!r}", ValueError, (f"smoothing_convention is {value!r}",), **odd
         )
     for value in ("forward", "Forward_KL", "", None, 1, ["reverse_kl"]):
         words = (f"divergence is {value!r}",)
-        yield raises("linear_distillation", f"divergence {value!r}", ValueError, words, divergence=value)
+        yield refuses("linear_distillation", f"divergence {value!r}", ValueError, words, divergence=value)
     for error, values in ((TypeError, NO_NUMBER | {"none": None}), (ValueError, ABOVE_0 | {"1": 1.0})):
         for kind, value in values.items():
-            yield raises("linear_distillation from top k", f"beta {kind}", error, ("beta is ",), beta=value)
+            yield refuses("linear_distillation from top k", f"beta {kind}", error, ("beta is ",), beta=value)
     for value in ("rest", "", None, 1, ["one_class"]):
         odd = {"teacher.rest": value}
         words = (f"teacher.rest is {value!r}",)
-        yield raises("linear_distillation from top k", f"rest {value!r}", ValueError, words, **odd)
+        yield refuses("linear_distillation from top k", f"rest {value!r}", ValueError, words, **odd)
     for value in (None, "teacher", torch.zeros(N, V), torch.nn.Linear(5, V)):
         call = partial(seqpar.linear_distillation, **tensors("hidden", "weight", "target"), divergence="forward_kl")
         words = (f"teacher is {NAMED.get(value, f'a {type(value).__name__}')}", "TeacherHidden")
-        yield Case(f"teacher a {type(value).__name__}", partial(call, teacher=value), Raises(TypeError, words))
+        yield raises(f"teacher a {type(value).__name__}", partial(call, teacher=value), TypeError, *words)
     for value in (None, "rows", torch.zeros(N, V)):
         call = partial(seqpar.linear_distillation, **tensors("hidden", "weight", "target"), divergence="forward_kl")
         words = (f"teacher.function is {NAMED.get(value, 'a Tensor')}",)
         odd_call = partial(call, teacher=seqpar.TeacherLogProbs(value))  # type: ignore[arg-type]
-        yield Case(f"teacher.function a {type(value).__name__}", odd_call, Raises(TypeError, words))
+        yield raises(f"teacher.function a {type(value).__name__}", odd_call, TypeError, *words)
     for name in ("linear_cross_entropy", "token_scores", "linear_distillation", "scored_loss"):
         for value in ("all", 3, (None, 0, V)):
-            yield raises(name, f"vocab {value!r}", TypeError, ("vocab is ",), vocab=value)
+            yield refuses(name, f"vocab {value!r}", TypeError, ("vocab is ",), vocab=value)
         beyond = seqpar.VocabShard(None, 1, V)
-        yield raises(
+        yield refuses(
             name, "a shard beyond the vocabulary", ValueError, ("weight has 9 rows from class 1",), vocab=beyond
         )
         part = seqpar.VocabShard(None, 0, V + 1)
-        yield raises(
+        yield refuses(
             name, "a shard of one process with a gap", RuntimeError, ("together they must be [0, 10)",), vocab=part
         )
     words = ("harvard", "ignore_index is -100")
-    yield raises(
+    yield refuses(
         "linear_cross_entropy", "harvard without a padding class", ValueError, words, smoothing_convention="harvard"
     )
 
@@ -272,9 +272,9 @@ def _losses() -> Iterator[Case]:
     """What is no loss of a row."""
     for value in (None, "loss", 3):
         words = (f"loss is {NAMED.get(value, 'an int')}; it must be a function",)
-        yield raises("scored_loss", f"loss {value!r}", TypeError, words, loss=value)
+        yield refuses("scored_loss", f"loss {value!r}", TypeError, words, loss=value)
     for kind, (error, wrong) in WRONG_LOSSES.items():
-        yield raises("scored_loss", f"a loss that returns {kind}", error, ("loss ",), loss=lambda _, w=wrong: w)
+        yield refuses("scored_loss", f"a loss that returns {kind}", error, ("loss ",), loss=lambda _, w=wrong: w)
 
 
 def _devices() -> Iterator[Case]:
@@ -283,7 +283,7 @@ def _devices() -> Iterator[Case]:
         for argument in names[1:]:
             odd = {argument: lambda given, a=argument: on_another_device(*given[a].shape, dtype=given[a].dtype)}
             words = (argument, "cuda:0", "cpu")
-            yield raises(name, f"{argument} on another device", ValueError, words, **odd)
+            yield refuses(name, f"{argument} on another device", ValueError, words, **odd)
 
 
 CASES = [*_not_dense(), *_dtypes(), *_shapes(), *_targets(), *_numbers(), *_choices(), *_losses(), *_devices()]

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import seqpar
 from tests.seqpar.core.odd_tensors import NO_TENSOR, SPECIAL
-from tests.seqpar.public_edge.case import Case, Equals, Raises
+from tests.seqpar.public_edge.case import Case, Equals
 from tests.seqpar.public_edge.criteria_table import logits, targets
 from tests.seqpar.public_edge.engine_table import NO_DEVICE, NO_DEVICES, NO_MODULE, NOWHERE, UNFIT
-from tests.seqpar.public_edge.tables import Odd, refused, values
+from tests.seqpar.public_edge.tables import Odd, raises, refused, values
 
 TWO = ["cpu", "cpu"]
 THREE = ["cpu"] * 3
@@ -41,7 +41,7 @@ def _replicate() -> list[Case]:
     compressed = (_compressed, "Linear.weight is torch.sparse_csr, and chunks add up")
     for label, (make, words) in (UNFIT | {"compressed": compressed}).items():
         call = partial(lambda make: seqpar.replicate(nn.Sequential(make()), TWO), make)
-        cases.append(Case(f"replicate: a {label} module", call, Raises(TypeError, (words,))))
+        cases.append(raises(f"replicate: a {label} module", call, TypeError, words))
     return cases
 
 
@@ -60,10 +60,10 @@ def _scatter() -> list[Case]:
     cases += refused("scatter", lambda x: seqpar.scatter(rows, TWO, sizes=x), "sizes", odd, ValueError)
     for dim in (2, -3, 99):
         words = (f"dim is {dim}, and ", "(6, 4)")
-        cases.append(Case(f"scatter: dim {dim}", partial(seqpar.scatter, rows, TWO, dim), Raises(ValueError, words)))
+        cases.append(raises(f"scatter: dim {dim}", partial(seqpar.scatter, rows, TWO, dim), ValueError, *words))
     words = ("cannot scatter along dim 0", "(6, 4)", "(5,)", "6 and 5 rows")
     call = partial(seqpar.scatter, (rows, torch.ones(5)), TWO)
-    return [*cases, Case("scatter: other sizes", call, Raises(ValueError, words))]
+    return [*cases, raises("scatter: other sizes", call, ValueError, *words)]
 
 
 def _gather() -> list[Case]:
@@ -85,7 +85,7 @@ def _gather() -> list[Case]:
         ("other numbers", [3, 4], 0, ("replica 0 returned 3 and replica 1 4", "return tensors")),
         ("none and a tensor", [None, torch.ones(2)], 0, ("NoneType", "Tensor")),
     ):
-        cases.append(Case(f"gather: {label}", partial(seqpar.gather, outputs, "cpu", dim), Raises(ValueError, words)))
+        cases.append(raises(f"gather: {label}", partial(seqpar.gather, outputs, "cpu", dim), ValueError, *words))
     return cases
 
 
@@ -108,7 +108,7 @@ def _parallel_apply() -> list[Case]:
         "fewer devices": partial(apply, two, inputs, None, ["cpu"]),
         "fewer keywords": partial(apply, two, inputs, [{}]),
     }.items():
-        cases.append(Case(f"{name}: {label}", call, Raises(ValueError, ("there must be as many of each",))))
+        cases.append(raises(f"{name}: {label}", call, ValueError, "there must be as many of each"))
     return cases
 
 
@@ -156,11 +156,11 @@ def _place() -> list[Case]:
         ("a part left out", {"0": "cpu"}, ValueError, "1.weight is in none of the parts"),
         ("no part", {}, ValueError, "0.weight is in none of the parts"),
     ):
-        cases.append(Case(f"place: {label}", partial(seqpar.place, stack, parts), Raises(error, (word,))))
+        cases.append(raises(f"place: {label}", partial(seqpar.place, stack, parts), error, word))
     call = lambda: seqpar.place(nn.Sequential(UNFIT["meta"][0]()), {"": "cpu"})  # noqa: E731
     return [
         *cases,
-        Case("place: a meta model", call, Raises(TypeError, ("0.weight is on the meta device", "to_empty"))),
+        raises("place: a meta model", call, TypeError, "0.weight is on the meta device", "to_empty"),
     ]
 
 
@@ -177,7 +177,7 @@ def _model_with_loss() -> list[Case]:
     recurrent = seqpar.ModelWithLoss(nn.LSTM(4, 4), loss)
     words = ("hidden is a tuple of 2", "hidden, _ = gru(inputs)")
     call = partial(recurrent, rows, target=targets(6))
-    return [*cases, Case(f"{name}: an LSTM's tuple", call, Raises(TypeError, words))]
+    return [*cases, raises(f"{name}: an LSTM's tuple", call, TypeError, *words)]
 
 
 def _there_and_back(inputs: Any, dim: int = 0, devices: list[str] = THREE) -> tuple[Tensor, ...]:

@@ -11,16 +11,11 @@ from torch import Tensor
 
 import seqpar
 from seqpar import memory_plan as memory
-from tests.seqpar.core.odd_tensors import NO_TENSOR, SPECIAL
-from tests.seqpar.public_edge.case import Case, Equals, Raises
+from tests.seqpar.public_edge.case import Case, Equals
+from tests.seqpar.public_edge.tables import NOT_TENSORS, raises
 
 NAN, INF = float("nan"), float("inf")
 TOKENS = torch.arange(1, 13).reshape(2, 6)
-
-
-def raises(about: str, call: Callable[[], object], error: type[Exception], *words: str) -> Case:
-    """A call that must raise."""
-    return Case(about, call, Raises(error, words))
 
 
 def equals(about: str, call: Callable[[], tuple[Tensor, ...]], *expected: Tensor) -> Case:
@@ -38,7 +33,7 @@ def _not_dense() -> Iterator[Case]:
         "copy_to_group": ("tensor", lambda odd: seqpar.copy_to_group(odd, None)),
     }
     for name, (argument, call) in takers.items():
-        for kind, (make, message) in (SPECIAL | NO_TENSOR).items():
+        for kind, (make, message) in NOT_TENSORS.items():
             odd = partial(lambda call, make: call(make()), call, make)
             yield raises(f"{name}, {argument} {kind}", odd, TypeError, f"{argument} is {message}")
 

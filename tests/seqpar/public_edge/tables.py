@@ -30,3 +30,8 @@ def values(error_words: str, **odd: object) -> dict[str, tuple[Callable[[], obje
         label.replace("_", " "): (lambda value=value: value, error_words.replace("{value}", repr(value)))
         for label, value in odd.items()
     }
+
+
+def raises(about: str, call: Callable[[], object], error: type[Exception], *words: str) -> Case:
+    """A call that must raise this error, with all these words."""
+    return Case(about, call, Raises(error, words))

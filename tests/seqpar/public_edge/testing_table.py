@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from seqpar.testing import assert_same_gradients, assert_same_loss, assert_same_results, plain_loss
-from tests.seqpar.core.odd_tensors import NO_TENSOR, SPECIAL
-from tests.seqpar.public_edge.case import Case, Equals, Raises
+from tests.seqpar.public_edge.case import Case, Equals
+from tests.seqpar.public_edge.tables import NOT_TENSORS, raises
 
 NAN, INF = float("nan"), float("inf")
 CRITERION = nn.CrossEntropyLoss(reduction="sum")
@@ -19,11 +19,6 @@ TOLERANCES: dict[str, tuple[Any, type[Exception]]] = {
     "nan": (NAN, ValueError), "inf": (INF, ValueError), "negative": (-1e-12, ValueError), "none": (None, TypeError),
     "text": ("1e-12", TypeError), "a bool": (True, TypeError), "a tensor": (torch.ones(()), TypeError),
 }  # fmt: skip
-
-
-def raises(about: str, call: Callable[[], object], error: type[Exception], *words: str) -> Case:
-    """A call that must raise."""
-    return Case(about, call, Raises(error, words))
 
 
 def same_loss(**odd: Any) -> None:
@@ -53,7 +48,7 @@ def _proofs() -> Iterator[Case]:
         for kind, (value, error) in TOLERANCES.items():
             yield raises(f"assert_same_{name}, rtol {kind}", partial(call, rtol=value), error, "rtol is ")
     for argument in ("hidden", "target", "gate"):
-        for kind, (make, message) in (SPECIAL | NO_TENSOR).items():
+        for kind, (make, message) in NOT_TENSORS.items():
             odd = partial(lambda argument, make: same_loss(**{argument: make()}), argument, make)
             yield raises(f"assert_same_loss, {argument} {kind}", odd, TypeError, f"{argument} is {message}")
     for argument in ("generator", "criterion"):
