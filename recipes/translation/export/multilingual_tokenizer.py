@@ -38,8 +38,7 @@ def write_multilingual_tokenizer(saved: SavedModel, ids: Sequence[int], folder: 
     languages = {"src_lang": pieces[of_source].strip("_"), "tgt_lang": pieces[of_target].strip("_")}
     (folder / SPM).write_bytes(_of_text(subwords))
     tags = [names[each] for each in _tags(subwords)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         if tags[0].startswith("__"):
             _write_m2m100(names, tags, languages, folder)
             found: Any = M2M100Tokenizer.from_pretrained(folder)

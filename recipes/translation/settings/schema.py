@@ -335,8 +335,7 @@ def _as_node(value: object, kinds: Sequence[Any]) -> yaml.Node:
     if not isinstance(value, str):
         return _compose(yaml.safe_dump(value, sort_keys=False))
     # "12" and "true" stay text where text is expected; only null and [...] are read as YAML, if they are allowed
-    nothing = types.NoneType in kinds and value in ("null", "~")
-    if nothing:
+    if types.NoneType in kinds and value in ("null", "~"):
         return _compose("null")
     if str in (*kinds, *inner) and not (inner and value.startswith("[")):
         return yaml.ScalarNode(f"{YAML_TAG}str", value)
