@@ -1,6 +1,6 @@
 """Collect the public names of the package, which `seqpar.__getattr__` loads when the first one is used."""
 
-from seqpar.core.chunked_gradient import chunked_gradient
+from seqpar.core.function_of_chunks import chunked_gradient
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.accumulate import accumulate_gradients, sum_over_ranks
 from seqpar.distributed.collectives import THIS_PROCESS, check_agreement, copy_to_group, group_sum
