@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from seqpar.core.checks import check_function, check_number, check_shapes, check_type
+from seqpar.core.checks import check_function, check_number, check_shapes, check_type, kind_of
 from seqpar.core.device_facts import is_on_host
 from seqpar.core.structures import copy_containers, leaves, map_tensors
 from seqpar.core.token_loss import TokenLoss
@@ -254,7 +254,7 @@ def _group_of(model: nn.Module | None, group: ProcessGroup | ThisProcess | None)
         return group
     if not hasattr(model, "no_sync") and not hasattr(model, "set_requires_gradient_sync"):
         raise TypeError(
-            f"model is a {type(model).__name__}; it must be what reduces the gradients, a DistributedDataParallel or a "
+            f"model is {kind_of(model)}; it must be what reduces the gradients, a DistributedDataParallel or a "
             "module that fully_shard was called on; pass None where nothing does"
         )
     refuse_fsdp1(model)

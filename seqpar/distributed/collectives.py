@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from seqpar.core.checks import check_dense, check_integer, check_type, is_dtensor, refuse_second_derivative
+from seqpar.core.checks import check_dense, check_integer, check_type, is_dtensor, kind_of, refuse_second_derivative
 from seqpar.core.device_facts import FACTS
 from seqpar.core.structures import leaves
 
@@ -357,4 +357,4 @@ def _check_fact(name: str, fact: object) -> None:
     """Raise TypeError for a tensor or an array: facts are compared as text, which may omit its digits and entries."""
     for value in leaves(fact):
         if hasattr(value, "__array__") and not isinstance(value, Number):
-            raise TypeError(f"{name} has a {type(value).__name__}; compare its numbers: .tolist(), or a hash of them")
+            raise TypeError(f"{name} has {kind_of(value)}; compare its numbers: .tolist(), or a hash of them")

@@ -116,7 +116,7 @@ class VocabShard:
                 "once; VocabShard.of(weight_rows, group) computes the starts"
             )
         # Each a sum and a norm, as `_checksum` encodes them
-        checksums = torch.tensor([[number] for _, number in everyone]).view(torch.float32).tolist()
+        checksums = torch.tensor([[number] for _, number in everyone], device="cpu").view(torch.float32).tolist()
         eps = torch.finfo(hidden.dtype).eps
         others = [rank for rank, theirs in enumerate(checksums) if _differ(theirs, checksums[0], eps)]
         if others:

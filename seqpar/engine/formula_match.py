@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from seqpar.core.checks import check_shapes, has_own_functions, is_dtensor
+from seqpar.core.checks import check_shapes, has_own_functions, is_dtensor, kind_of
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.engine.module_calls import extra_in_call
@@ -75,15 +75,15 @@ def match_formula(generator: nn.Module, criterion: nn.Module) -> FormulaMatch | 
     projection = _projection_of(generator)
     # A parametrised weight is not an entry of _parameters; its gradient needs autograd
     if type(projection).forward is not nn.Linear.forward or "weight" not in projection._parameters:
-        return NoFormula(f"the generator is a {type(generator).__name__}, not nn.Linear")
+        return NoFormula(f"the generator is {kind_of(generator)}, not nn.Linear")
     for name, tensor in projection._parameters.items():
         if is_dtensor(tensor) or has_own_functions(tensor):
-            return NoFormula(f"the generator's {name} is a {type(tensor).__name__}, not a plain tensor")
+            return NoFormula(f"the generator's {name} is {kind_of(tensor)}, not a plain tensor")
     if type(projection).__call__ is not nn.Module.__call__:
         return NoFormula(f"{type(projection).__name__} has a __call__ of its own")
     # Subclasses may compute anything, so the type must be exactly one of these
     if type(criterion) not in (CrossEntropy, LabelSmoothing, nn.CrossEntropyLoss):
-        return NoFormula(f"the criterion is a {type(criterion).__name__}, whose formula is not known")
+        return NoFormula(f"the criterion is {kind_of(criterion)}, whose formula is not known")
     if extra := extra_in_call(generator) or extra_in_call(criterion):
         return NoFormula(extra)
     # CrossEntropy is a LabelSmoothing with eps = 0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.loss import _Loss
 
-from seqpar.core.checks import check_loss_scale, check_module, check_size, refuse_transforms
+from seqpar.core.checks import check_loss_scale, check_module, check_size, kind_of, refuse_transforms
 from seqpar.core.device_sum import sum_on_first
 from seqpar.core.graphs import outside_graphs
 from seqpar.core.structures import slot_names
@@ -343,9 +343,9 @@ def _check_roles(generator: nn.Module, criterion: nn.Module) -> None:
             "nn.NLLLoss(reduction='sum')"
         )
     if isinstance(generator, (LabelSmoothing, _Loss)):
-        raise TypeError(f"generator is a {type(generator).__name__}, a criterion; the order is (generator, criterion)")
+        raise TypeError(f"generator is {kind_of(generator)}, a criterion; the order is (generator, criterion)")
     if isinstance(criterion, (nn.Linear, nn.Sequential, nn.Embedding)):
-        raise TypeError(f"criterion is a {type(criterion).__name__}, a generator; the order is (generator, criterion)")
+        raise TypeError(f"criterion is {kind_of(criterion)}, a generator; the order is (generator, criterion)")
 
 
 def _check_reduction(criterion: nn.Module) -> None:

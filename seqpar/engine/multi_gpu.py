@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.checks import check_number, check_scalar
+from seqpar.core.checks import check_number, check_scalar, kind_of
 from seqpar.core.token_loss import TokenLoss
 from seqpar.engine.loss_compute import LossCompute
 from seqpar.multi_device.devices import Device
@@ -63,7 +63,7 @@ class MultiGPULossCompute:
         chunk_size: int | None = None,
     ) -> None:
         if opt is not None and not callable(getattr(opt, "step", None)):
-            raise TypeError(f"opt is a {type(opt).__name__}; it must be an optimizer with .step(), or None to evaluate")
+            raise TypeError(f"opt is {kind_of(opt)}; it must be an optimizer with .step(), or None to evaluate")
         self.engine = LossCompute(generator, criterion, devices, chunk_size=chunk_size)
         self.opt = opt
 

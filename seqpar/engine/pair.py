@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from seqpar.core.checks import check_type
+from seqpar.core.checks import check_type, kind_of
 from seqpar.core.device_facts import is_capturing
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.torch_private import is_fsdp_unit
@@ -113,7 +113,7 @@ def project(generator: nn.Module, names: Sequence[str], shape: tuple[int, ...], 
             return logits.flatten(0, -2)
         returned = f"shape {tuple(logits.shape)} in {logits.dtype}"
     else:
-        returned = f"a {type(logits).__name__}"
+        returned = kind_of(logits)
     given = ", ".join(f"{name} {tuple(t.shape)}" for name, t in {"hidden": hidden, **keywords}.items())
     raise ValueError(
         f"the generator returned {returned} for {given}; it must return (..., V) scores in a floating dtype"
@@ -175,6 +175,6 @@ def _check_token_loss(returned: object) -> TokenLoss:
     loss = check_type(returned, "the criterion's token_loss", TokenLoss, "a TokenLoss", verb="returned")
     for name, value in loss._asdict().items():
         if not isinstance(value, Tensor) and (value is not None or name in ("total", "tokens")):
-            kind = type(value).__name__
-            raise TypeError(f"the criterion's token_loss returned a TokenLoss whose {name} is a {kind}, not a tensor")
+            returned_kind = f"returned a TokenLoss whose {name} is {kind_of(value)}, not a tensor"
+            raise TypeError(f"the criterion's token_loss {returned_kind}")
     return loss

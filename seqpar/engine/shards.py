@@ -22,6 +22,7 @@ from seqpar.core.checks import (
     check_shapes,
     check_target,
     check_type,
+    kind_of,
 )
 from seqpar.linear.projection import product_dtype
 from seqpar.multi_device.devices import refuse_capturing
@@ -127,7 +128,7 @@ def _check_scattered(hidden: Sequence[object]) -> None:
     first = None
     for i, tensor in enumerate(hidden):
         if isinstance(tensor, (list, tuple)):
-            kind = f"hidden[{i}] is a {type(tensor).__name__}; hidden must be a tensor, or one tensor for each device"
+            kind = f"hidden[{i}] is {kind_of(tensor)}; hidden must be a tensor, or one tensor for each device"
             raise TypeError(f"{kind} (of an LSTM: hidden, _ = lstm(inputs))")
         tensor = check_floating(tensor, f"hidden[{i}]")
         check_shapes(tensor.dim() >= 2, "(N, D) or (batch, time, D)", **{f"hidden[{i}]": tensor})

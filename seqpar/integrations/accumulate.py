@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from seqpar.core.checks import kind_of
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.accumulate import accumulate_gradients
 from seqpar.distributed.reducers import reducer_over
@@ -94,7 +95,7 @@ def _read_trainer(trainer: Any, model: nn.Module) -> _Step:
         if reader is not None:
             return reader(trainer, model)
     raise TypeError(
-        f"trainer is a {type(trainer).__name__}; it must be an Accelerator, a Fabric or Lightning's Trainer "
+        f"trainer is {kind_of(trainer)}; it must be an Accelerator, a Fabric or Lightning's Trainer "
         "(self.trainer in training_step); without one of them call seqpar.accumulate_gradients"
     )
 
@@ -118,7 +119,7 @@ def _read_lightning(trainer: Any, model: nn.Module) -> _Step:
     module = trainer.lightning_module
     if model is not module:
         raise TypeError(
-            f"model is a {type(model).__name__}; with Lightning's Trainer it is the {type(module).__name__}, self in "
+            f"model is {kind_of(model)}; with Lightning's Trainer it is the {type(module).__name__}, self in "
             "training_step"
         )
     if module.automatic_optimization:

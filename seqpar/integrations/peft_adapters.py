@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers.utils import is_peft_available
 
-from seqpar.core.checks import check_plain_products
+from seqpar.core.checks import check_plain_products, kind_of
 from seqpar.integrations.made_up import full_name, is_plain_linear
 
 OWN_PRODUCTS = "leave the output embeddings out of what quantises the model, or use it without the chunked loss"
@@ -100,7 +100,7 @@ def _why_unsupported(head: Any, active: list[str]) -> str:
     if len(active) > 1:
         return f"{len(active)} active LoRA adapters ({', '.join(active)}); one is supported: set_adapter(...)"
     if active[0] in head.lora_variant:
-        return f"an adapter that is a {type(head.lora_variant[active[0]]).__name__}; only plain LoRA is supported"
+        return f"an adapter that is {kind_of(head.lora_variant[active[0]])}; only plain LoRA is supported"
     if head.lora_B[active[0]].bias is not None:
         return "an adapter that has a bias of its own; set lora_bias=False"
     return ""

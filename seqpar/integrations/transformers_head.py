@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 
-from seqpar.core.checks import is_dtensor
+from seqpar.core.checks import is_dtensor, kind_of
 from seqpar.core.token_loss import wide
 from seqpar.distributed.collectives import whole_tensor
 from seqpar.distributed.wrappers import refuse_sharded
@@ -47,7 +47,7 @@ def supported_linear(model: Any) -> nn.Linear:
     """Return the `nn.Linear` of the output embeddings (`linear_of`); raise TypeError unless the loss supports them."""
     if not hasattr(model, "get_output_embeddings"):
         raise TypeError(
-            f"model is a {type(model).__name__}; it must be a Hugging Face model with a head, or its Trainer; inside a "
+            f"model is {kind_of(model)}; it must be a Hugging Face model with a head, or its Trainer; inside a "
             "wrapper it is wrapper.module"
         )
     linear = linear_of(model.get_output_embeddings(), type(model).__name__, NEEDED)

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from trl import DistillationTrainer, DPOTrainer, GRPOTrainer, KTOTrainer, RLOOTrainer, SFTTrainer
 from trl.trainer import utils as trl_utils
 
-from seqpar.core.checks import check_size
+from seqpar.core.checks import check_size, kind_of
 from seqpar.integrations.peft_adapters import adapted_head, adapter_of, base_of, is_peft_model
 from seqpar.integrations.say_once import say_once
 from seqpar.integrations.transformers_head import gather_in_model, is_divided
@@ -192,7 +192,7 @@ def allow_head_adapter(model: Any) -> Iterator[None]:
         True
     """
     if not is_peft_model(model):
-        raise TypeError(f"allow_head_adapter got a {type(model).__name__}; it needs a PEFT model: get_peft_model(...)")
+        raise TypeError(f"allow_head_adapter got {kind_of(model)}; it needs a PEFT model: get_peft_model(...)")
     base = base_of(model)
     head = adapted_head(base)
     if head is None:

@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from seqpar.core.checks import check_integer
+from seqpar.core.checks import check_integer, kind_of
 from seqpar.distributed.collectives import whole_tensor
 from seqpar.testing.evidence import dense
 from seqpar.testing.ranks import Pool, RankError
@@ -287,7 +287,7 @@ def _check(made: Any) -> Trainer:
     """Return a model and its step; raise TypeError unless make_trainer returned just that."""
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
         raise TypeError(
-            f"make_trainer returned a {type(made).__name__}; it must return two things: the model, and a function that "
+            f"make_trainer returned {kind_of(made)}; it must return two things: the model, and a function that "
             "trains it for one step and returns the loss that is reported"
         )
     return made

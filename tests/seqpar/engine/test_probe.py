@@ -360,8 +360,8 @@ class Counting(nn.Module):
     [
         ({}, "token_loss returned a Tensor; it must return a TokenLoss"),
         ({"total": 1.0}, "whose total is a float, not a tensor"),
-        ({"tokens": 3}, "whose tokens is a int, not a tensor"),
-        ({"tokens": None}, "whose tokens is a NoneType, not a tensor"),
+        ({"tokens": 3}, "whose tokens is an int, not a tensor"),
+        ({"tokens": None}, "whose tokens is None, not a tensor"),
         ({"nll": 1.0}, "whose nll is a float, not a tensor"),
     ],
 )

@@ -264,7 +264,7 @@ class Itself(Wrong):
     [
         (Automatic, ValueError, "Automatic is optimised automatically"),
         (Part, TypeError, "model is a ModelWithLoss; with Lightning's Trainer it is the Part, self in training_step"),
-        (Itself, TypeError, r"trainer is a Itself; it must be an Accelerator, a Fabric or Lightning's Trainer \(self"),
+        (Itself, TypeError, r"trainer is an Itself; it must be an Accelerator, a Fabric or Lightning's Trainer \(self"),
     ],
 )
 def test_what_is_not_a_trainer_and_its_own_module_in_manual_optimisation_is_refused(kind, error, message):

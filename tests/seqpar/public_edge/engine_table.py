@@ -123,7 +123,7 @@ def made() -> list[Case]:
 A_PAIR = {
     "an LSTM's tuple": (lambda: nn.LSTM(D, D).double()(hidden(6)), "hidden is a tuple of 2 and the engine has no"),
     "a list of numbers": (lambda: [1.0, 2.0], "[0] is a float; it must be a tensor"),
-    "a list of lists": (lambda: [[1.0], [2.0]], "[0] is a list; hidden must be a tensor, or one tensor for each"),
+    "a list of lists": (lambda: [[1.0], [2.0]], "[0] is a list of 1; hidden must be a tensor, or one tensor for each"),
 }
 NOT_HIDDEN = {**SPECIAL, **{k: v for k, v in NO_TENSOR.items() if k not in ("a list", "an LSTM's tuple")}}
 NO_SCALE = values(
