@@ -72,6 +72,8 @@ def linear_of(head: Any, name: str, needed: str) -> nn.Linear:
         for own, parameter in inside._parameters.items():
             check_plain_products(parameter, f"the {own} of {name}'s output embeddings", OWN_PRODUCTS)
         return inside
+    if inside is None:
+        raise TypeError(f"{name} has no output embeddings; {needed}")
     raise TypeError(f"the output embeddings of {name} are a {full_name(inside)}; {needed}")
 
 

@@ -223,9 +223,9 @@ def test_the_usual_label_to_ignore_and_ids_of_any_integer_dtype_are_not_refused(
     ("make", "message"),
     [
         (torch.nn.DataParallel, "^model is a DataParallel; it must be a Hugging Face model"),
-        (lambda model: "gpt2", "^model is a str; it must be a Hugging Face model"),
-        (lambda model: None, "^model is a NoneType; it must be a Hugging Face model"),
-        (lambda model: model_of("marian").model, "output embeddings of MarianModel are a NoneType"),
+        (lambda model: "gpt2", "^model is the text 'gpt2'; it must be a Hugging Face model"),
+        (lambda model: None, "^model is None; it must be a Hugging Face model"),
+        (lambda model: model_of("marian").model, "^MarianModel has no output embeddings; "),
         (torch.compile, r"this LlamaForCausalLM is compiled; .* \(model._orig_mod\)"),
     ],
 )

@@ -82,7 +82,7 @@ def hooked(hook):
         ),
         (
             lambda model: setattr(model, "get_output_embeddings", lambda: None),
-            "^the output embeddings of LlamaForCausalLM are a",
+            "^LlamaForCausalLM has no output embeddings; ",
         ),
         (
             failing(ValueError("pixel_values\nare missing")),
