@@ -40,7 +40,7 @@ def check_output(output: Path, option: str, *, own: Path | None = None, reads: C
     """
     inside = output.resolve()
     if any(name and Path(name).resolve() == inside for name in reads):
-        raise ConfigError(f"{option}: {output} is read, and would be replaced: choose another name")
+        raise ConfigError(f"{option}: {output} is an input, and would be replaced: choose another name")
     if own is not None and inside == own.resolve():
         return
     if owner := owner_of(inside):

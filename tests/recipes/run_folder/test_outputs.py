@@ -132,7 +132,7 @@ def test_results_of_an_evaluation_never_replace_what_it_reads(
     (tmp_path / "news").write_text("Two trains.\n")
     words = ["--run", str(run), "--sources", str(tmp_path / "news"), "--references", str(read)]
     told = refusal(capsys, "evaluate", *words)
-    assert told == f"error: --sources: {read} is read, and would be replaced: choose another name"
+    assert told == f"error: --sources: {read} is an input, and would be replaced: choose another name"
     assert read.read_text() == "Zwei Züge.\n"
 
 
