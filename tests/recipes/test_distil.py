@@ -191,7 +191,7 @@ def test_the_same_command_with_its_data_goes_on_with_the_student_and_other_data_
     files(tmp_path, [*pairs, ("One train leaves.", "Ein Zug fährt ab.")])
     assert main([*words, "--training.steps", "4"]) == 2
     told = capsys.readouterr().err
-    assert f"other sentences than {student}/translations/1.source.txt, on which {student} is trained" in told
+    assert f"training data differ from {student}/translations/1.source.txt, which {student} was trained on" in told
     assert "()" not in told
     assert (tmp_path / "student" / "translations" / "1.target.txt").read_bytes() == translations
     assert main(["distil", "--teacher", student, "--run", student, "--training.steps", "4"]) == 2

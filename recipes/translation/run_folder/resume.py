@@ -140,7 +140,7 @@ def check_steps(run: Path, steps: int, saved: SavedTraining) -> None:
     if made > steps or (made == steps and "valid_loss" not in saved.facts):
         raise ConfigError(
             f"training.steps is {steps:,}, but {run} has already done {made:,} steps: set training.steps to "
-            f"{made + 1:,} or more to go on, choose another --run, or start over with --fresh"
+            f"{made + 1:,} or more to continue, choose another --run, or start over with --fresh"
         )
 
 
@@ -158,8 +158,8 @@ def check_saved_with_models(run: Path, values: Values, saved: SavedTraining) -> 
         if made == values["training.steps"]:
             raise ConfigError(
                 f"{key} is {now}, but {run} has finished its {made:,} steps, and its models keep {was}: set "
-                f"training.steps to {made + 1:,} or more, or give test files and search options to evaluate and "
-                "translate"
+                f"training.steps to {made + 1:,} or more, or pass test files and search options to evaluate and "
+                "translate instead"
             )
         print(f"[train] {key} is now {now}; {run / 'best'} keeps {was} until there is a better model")
 

@@ -32,7 +32,7 @@ WRONG: list[tuple[str, int, str, Any, str]] = [
     ("samples.jsonl", 4, "samples/0", "a dog", 'samples[0] is "a dog", but must be an object'),
     ("samples.jsonl", 4, "samples/1/source", None, "samples[1].source is null, but must be text"),
     ("validation.json", 0, "sources/2", 5, "sources[2] is 5, but must be text"),
-    ("validation.json", 0, "references", ["ein Hund"], "and must be as many references and translations as it has so"),
+    ("validation.json", 0, "references", ["ein Hund"], "but must be as many references and translations as it has so"),
     ("test.scores.json", 0, "bleu", "30", 'bleu is "30", but must be a number'),
     ("test.scores.json", 0, "sentences", 1.5, "sentences is 1.5, but must be a whole number"),
     ("test.scores.json", 0, "intervals/bleu", ["a", "b"], 'intervals.bleu is ["a", "b"], but must be two numbers'),

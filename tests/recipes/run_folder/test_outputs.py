@@ -167,7 +167,7 @@ def test_no_run_is_written_into_a_model_or_a_part_of_another_run(
         "distil": ["--teacher", str(run)],
     }
     told = refusal(capsys, command, "--run", str(run / name), *words.get(command, []))
-    said = f"--run: {run / name} is the folder of a model: name the folder of a run, such as the one it is in"
+    said = f"--run: {run / name} is the folder of a model: name the folder of a run, such as the one around it"
     if name == "checkpoints":
         said = f"--run: {run / name} belongs to {run}: name the folder of a run"
     assert told == f"error: {said}"

@@ -341,7 +341,7 @@ def test_fresh_keeps_the_models_until_the_new_run_can_begin(
 def test_steps_that_are_made_already_are_refused_unless_the_last_one_was_validated(run: Path, tmp_path: Path) -> None:
     said = refused(run, {**SHORT, "training.steps": 3})
     assert said.startswith(
-        f"training.steps is 3, but {run} has already done 4 steps: set training.steps to 5 or more to go on"
+        f"training.steps is 3, but {run} has already done 4 steps: set training.steps to 5 or more to continue"
     )
     assert train(tiny(run, SHORT)).state.step == 4  # a finished run, which was validated at its end
     saved_file(run, "last", "model.json").write_text(json.dumps({"step": 4}))  # as Ctrl-C leaves it
@@ -420,7 +420,7 @@ def test_fresh_takes_the_subwords_of_the_new_start_and_not_those_of_the_earlier_
 @pytest.mark.parametrize(
     ("was", "changes", "what"),
     [
-        ({}, {"training.precision": "bf16"}, "training.precision was float32 and is bf16: from step 5 on weights and"),
+        ({}, {"training.precision": "bf16"}, "training.precision was float32 and is bf16: from step 5 on, weights and"),
         (
             {"training.patience": 9},
             {"training.patience": 9, "training.validate_every": 3},

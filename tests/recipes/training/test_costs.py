@@ -212,7 +212,7 @@ def test_adams_moments_are_added_to_the_peak_that_a_dry_run_measures(
 ) -> None:
     monkeypatch.setattr(costs, "peak_memory", lambda devices: {"cpu": 50_000_000})
     told = str(train(tiny(tmp_path / "run", {**STARTED, "model.d_model": 256}), dry_run=True))
-    found = re.search(r"Adam's moments ([\d.]+), the loss .*backward ([\d.]+)\n", told)
+    found = re.search(r"Adam's moments ([\d.]+), the loss .*backward pass ([\d.]+)\n", told)
     assert found
     assert float(found[2]) == pytest.approx(50 + float(found[1]), abs=0.11)
 

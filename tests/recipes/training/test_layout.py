@@ -60,7 +60,7 @@ def test_each_of_several_processes_has_one_device() -> None:
     second = Ranks(rank=3, world=4, local_rank=1, local_world=2)
     assert len(devices_of(TrainingConfig(), second)) == 1
     assert devices_of(TrainingConfig(devices=("cpu", "cpu")), second) == [torch.device("cpu")]
-    with pytest.raises(ConfigError, match=r"training\.devices names 1 and 2 processes run on this machine"):
+    with pytest.raises(ConfigError, match=r"training\.devices names 1, but 2 processes run on this machine"):
         devices_of(TrainingConfig(devices="cpu"), second)
 
 

@@ -210,7 +210,7 @@ def test_a_schedule_uses_the_steps_that_the_epochs_come_to(schedule: str, tmp_pa
     train(epochs)
     train(tiny(tmp_path / "steps", {**given, "training.steps": steps, "training.validate_every": 100}))
     assert rates_of(tmp_path / "epochs") == rates_of(tmp_path / "steps")
-    with pytest.raises(ConfigError, match=rf"^training\.steps was {steps} and is {steps * 3 // 2}, on which training"):
+    with pytest.raises(ConfigError, match=rf"^training\.steps was {steps} and is {steps * 3 // 2}, and training"):
         train(tiny(tmp_path / "epochs", {**EPOCHS, **given, "training.epochs": 3}))
 
 

@@ -263,7 +263,7 @@ def test_a_loss_above_that_of_guessing_is_no_best_so_far_and_names_the_learning_
     )
     assert "best so far" not in told
     assert "training.learning_rate below 50" in summary.advice
-    assert summary.advice == divergence_advice(config.training, int(re.search(r"each of (\d+)", summary.advice)[1]))  # type: ignore[index]
+    assert summary.advice == divergence_advice(config.training, int(re.search(r"with all (\d+)", summary.advice)[1]))  # type: ignore[index]
     assert guessing(1000) == "with all 1,000 subwords equally likely, the loss is 6.91"
     assert max(map(len, told.splitlines())) < 400
 
