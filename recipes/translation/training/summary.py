@@ -104,8 +104,8 @@ def update_of(settings: TrainingConfig, data_ranks: int, resumed: bool) -> str:
     if data_ranks == 1:
         return line
     if not batches % data_ranks:
-        return f"{line}: each of these {data_ranks} gets whole batches"
-    line += f": these {data_ranks} share the last {batches % data_ranks:,} of its batches"
+        return f"{line}: each of the {data_ranks} data ranks gets whole batches"
+    line += f": the {data_ranks} data ranks share the last {batches % data_ranks:,} of its batches"
     if not resumed:
         each = -(-batches // data_ranks)
         line += (

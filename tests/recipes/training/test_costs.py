@@ -260,15 +260,15 @@ def test_a_dry_run_that_would_remove_a_run_is_refused(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("accumulate", "size", "ranks", "ending"),
     [
-        (4, 1000, 4, "processes: each of these 4 gets whole batches"),
-        (6, 1000, 3, "processes: each of these 3 gets whole batches"),
+        (4, 1000, 4, "processes: each of the 4 data ranks gets whole batches"),
+        (6, 1000, 3, "processes: each of the 3 data ranks gets whole batches"),
         (1, 4096, 4, "training.accumulate 4 and training.batch_tokens 1,024 would give each of them whole batches"),
         (
             5,
             1000,
             2,
-            "processes: these 2 share the last 1 of its batches; training.accumulate 6 and training.batch_tokens 833 "
-            "would give each of them whole batches",
+            "processes: the 2 data ranks share the last 1 of its batches; training.accumulate 6 and "
+            "training.batch_tokens 833 would give each of them whole batches",
         ),
     ],
 )
