@@ -46,6 +46,6 @@ def demo(config: RunConfig, ranks: Ranks) -> Summary:
     if config.training.report and ranks.is_main:
         draw_report(run)  # again, with the scores
     print(f"[demo] trained and evaluated in {duration(time.monotonic() - began)}")
-    print(f"[demo] the model is {run / 'best'}; every step is in {run / 'metrics.jsonl'}; the test set in {written}")
+    print(f"[demo] the model is {run / 'best'}; every step is in {run / 'metrics.jsonl'}; test results: {written}")
     print(f'[demo] translate a sentence of your own:\n\n  {command("translate", "--run", run)} "{SENTENCE}"\n')
     return summary

@@ -29,4 +29,4 @@ def missing_package(error: ModuleNotFoundError) -> str | None:
     package = (error.name or "").partition(".")[0]
     if package in ("", "recipes", "models", "seqpar"):
         return None
-    return f"{package} is not installed: in the checkout of seqpar run pip install -e '.[recipes]'"
+    return f"{package} is not installed: in the checkout of seqpar, run pip install -e '.[recipes]'"

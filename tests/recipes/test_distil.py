@@ -191,7 +191,7 @@ def test_the_same_command_with_its_data_goes_on_with_the_student_and_other_data_
     files(tmp_path, [*pairs, ("One train leaves.", "Ein Zug fährt ab.")])
     assert main([*words, "--training.steps", "4"]) == 2
     told = capsys.readouterr().err
-    assert f"other sentences than {student}/translations/1.source.txt, on which {student} is trained" in told
+    assert f"training data differ from {student}/translations/1.source.txt, which {student} was trained on" in told
     assert "()" not in told
     assert (tmp_path / "student" / "translations" / "1.target.txt").read_bytes() == translations
     assert main(["distil", "--teacher", student, "--run", student, "--training.steps", "4"]) == 2
@@ -333,7 +333,7 @@ def test_a_student_is_exported_with_int8_weights(run: Path, tmp_path: Path) -> N
         (["--teacher", "a"], "name the student's folder: --run FOLDER"),
         (["--run", "{tmp}"], "training.teacher names no model to learn from: give --teacher FOLDER"),
         (["--run", "{tmp}", "--teacher", "nowhere"], "there is no trained model in nowhere/best"),
-        (["--run", "{tmp}", "--teacher", "{run}", "--subwords.kind", "bpe"], "a student has its teacher's subwords"),
+        (["--run", "{tmp}", "--teacher", "{run}", "--subwords.kind", "bpe"], "a student uses its teacher's subwords"),
     ],
 )
 def test_a_mistake_is_answered_with_one_line_and_leaves_no_folder(
@@ -387,7 +387,7 @@ def test_the_teachers_tag_is_that_of_the_corpus_whatever_the_student_reads(tmp_p
     assert sentences_of(Corpora(student), ModelText.of(teacher)) == [("<2es>", ["un"])]
     assert [tag for tag, _ in sentences_of(Corpora(student), ModelText.of(tiny(tmp_path / "other")))] == [""]
     with pytest.raises(
-        ConfigError, match="target language of train is it, and the teacher has no tag <2it>: it has <2de>, <2es>"
+        ConfigError, match="target language of train is it, but the teacher has no tag <2it>: it has <2de>, <2es>"
     ):
         sentences_of(Corpora(tiny(tmp_path / "run", {**files, "data.target": "it"})), ModelText.of(teacher))
 
@@ -395,7 +395,8 @@ def test_the_teachers_tag_is_that_of_the_corpus_whatever_the_student_reads(tmp_p
 def test_a_teacher_that_reads_tags_is_refused_by_a_student_that_does_not(run: Path, tmp_path: Path) -> None:
     translator = load_translator(run / "best")
     with pytest.raises(
-        ConfigError, match=r"data\.language_tags is True, and False of the teacher .* training\.teacher_weight 0"
+        ConfigError,
+        match=r"data\.language_tags is True, but the teacher .* has False and .* training\.teacher_weight 0",
     ):
         load_teacher(str(run), True, translator.source, translator.target)
 
@@ -405,7 +406,7 @@ def test_a_student_in_its_teachers_folder_is_refused_before_any_work(
 ) -> None:
     seen = counted(monkeypatch)
     before = contents(run)
-    refused = f"a model of {run} itself, which a new run there"
+    refused = f"a model of {run} itself, which the new run would replace"
     for fresh in (False, True):
         with join_ranks(60) as ranks, pytest.raises(ConfigError, match=refused):
             distil(tiny(run, {"training.teacher": str(run)}), fresh, ranks)

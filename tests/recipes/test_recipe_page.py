@@ -120,7 +120,7 @@ def test_a_package_that_is_not_installed_is_one_line(
 
     monkeypatch.setitem(COMMANDS, "prepare", without)
     assert main(["prepare"]) == 2
-    expected = "sentencepiece is not installed: in the checkout of seqpar run pip install -e '.[recipes]'\n"
+    expected = "sentencepiece is not installed: in the checkout of seqpar, run pip install -e '.[recipes]'\n"
     assert capsys.readouterr().err == f"error: {expected}"
     script = (
         "import sys, runpy; sys.modules['yaml'] = None; runpy.run_module('recipes.translation', run_name='__main__')"

@@ -87,7 +87,7 @@ def check_replaceable(target: Path) -> None:
     except FileNotFoundError:
         return
     except NotADirectoryError:
-        raise CheckpointError(f"{target} is not a folder, and was not made here: move it away") from None
+        raise CheckpointError(f"{target} is not a folder, and was not written by the recipe: move it away") from None
     if has_files:
         listed_files(target)
 
@@ -96,8 +96,8 @@ def check_itself(*paths: Path) -> None:
     """Raise CheckpointError for a symbolic link where a folder or a pointer is to be replaced."""
     for path in filter(Path.is_symlink, paths):
         raise CheckpointError(
-            f"{path} is a symbolic link, which cannot be replaced as a whole: put the folder itself there, or "
-            "link the folder it is in"
+            f"{path} is a symbolic link, which cannot be replaced as a whole: put the folder itself in its place, "
+            "or link its parent folder"
         )
 
 
@@ -175,7 +175,9 @@ def check_removable(target: Path) -> None:
     check_replaceable(target)
     for folder in (target, beside(target, "previous")):
         if foreign := _foreign(folder):
-            raise CheckpointError(f"{foreign[0]} was not written here, and would be removed: move it away first")
+            raise CheckpointError(
+                f"{foreign[0]} was not written by the recipe, and would be removed: move it away first"
+            )
 
 
 def remove_folder(target: Path) -> None:
@@ -199,7 +201,8 @@ def listed_files(folder: Path) -> dict[str, str]:
     """Read the names and hashes of the files that a folder's manifest lists."""
     if not (folder / MANIFEST).is_file():
         raise CheckpointError(
-            f"{folder} has no {MANIFEST}: it is damaged, or was not made here; restore it from a copy, or move it away"
+            f"{folder} has no {MANIFEST}: it is damaged, or was not written by the recipe; restore it from a copy, or "
+            "move it away"
         )
     try:
         found = read_json(folder / MANIFEST, LISTED)
@@ -285,7 +288,7 @@ def damaged_pointer_error(pointer: Path) -> CheckpointError:
     """Return the error for a pointer that names anything other than folders."""
     return CheckpointError(
         f"{pointer} is damaged: its lines should name folders such as {NUMBERED}/step-00000200; restore it from a "
-        f"copy, or write there the name of a folder that is in {pointer.parent / NUMBERED}"
+        f"copy, or write into it the name of a folder in {pointer.parent / NUMBERED}"
     )
 
 

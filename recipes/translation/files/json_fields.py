@@ -52,7 +52,7 @@ class WrongFieldError(ValueError):
         name = field or "it"
         if not name.isprintable():  # such as a name with a line break
             name = ascii(name)
-        super().__init__(f"{name} is {_quote(found)}, and must be {what}")
+        super().__init__(f"{name} is {_quote(found)}, but must be {what}")
 
 
 def value(what: str, fits: Callable[[Any], bool]) -> Check:
@@ -90,7 +90,7 @@ def fields(checks: Mapping[str, Check], fits: Callable[[Any], bool] = lambda fou
 
     def check(found: Any, field: str) -> None:
         if not isinstance(found, dict):
-            raise WrongFieldError(field, found, "an object of fields")
+            raise WrongFieldError(field, found, "an object")
         for pattern, check_field in checks.items():
             names = [pattern]
             if "*" in pattern:
@@ -117,7 +117,7 @@ def _quote(found: object) -> str:
         if not text.isprintable():
             text = json.dumps(found)
     except RecursionError:
-        return "a value of too many levels"
+        return "a value nested too deeply"
     if len(text) > 60:
         return f"{text[:57]}..."
     return text

@@ -148,7 +148,7 @@ def open_unpacked(path: Path, hashes: Hashes | None = None) -> Iterator[io.Buffe
     """Open a file, plain or compressed, and add its hash to `hashes`; explain errors in unpacking it."""
     with path.open("rb") as file:
         if hashes is not None and hashes.setdefault(path, found := hash_file(file)) != found:
-            raise DataError(f"{path} has changed since this run has begun to read it: start again")
+            raise DataError(f"{path} has changed since this run started reading it: start again")
         with _explain_errors(str(path)):
             yield _unpack(file, str(path))
 
@@ -175,7 +175,7 @@ def _unpack(plain: io.BufferedReader, where: str) -> io.BufferedIOBase:
         found = io.BufferedReader(packed.opened(plain))
     place, mark = TAR
     if found.peek(place + len(mark))[place:].startswith(mark):  # type: ignore[attr-defined]
-        raise DataError(f"{where} is an archive of files: unpack it first, with tar -xf {where}, and name its files")
+        raise DataError(f"{where} is a tar archive: unpack it first, with tar -xf {where}, and name its files")
     return found
 
 
@@ -183,11 +183,13 @@ def _lines_in(file: io.BufferedIOBase, where: str, first: int = 1) -> Iterator[s
     for number, line in enumerate(file, start=first):
         if number == 1:
             if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-                raise DataError(f"{where} cannot be read: it is UTF-16; convert it, as with iconv -f utf-16 -t utf-8")
+                raise DataError(f"{where} cannot be read: it is UTF-16; convert it with iconv -f utf-16 -t utf-8")
             line = line.removeprefix(codecs.BOM_UTF8)
         text = _decode_line(line, where, number)
         if number == 1 and "\n" not in text and "\r" in text.rstrip("\r"):
-            raise DataError(f"{where} has carriage returns as its line ends; convert it, as with tr '\\r' '\\n'")
+            raise DataError(
+                f"{where} has carriage returns as line endings; convert it, for example with tr '\\r' '\\n'"
+            )
         if text:
             yield text.removesuffix("\r\n").removesuffix("\n")
 

@@ -140,7 +140,9 @@ def read_tensors(path: Path) -> OneByOne:
     for name, entry in header.items():
         if entry["dtype"] not in dtypes:
             os.close(descriptor)
-            raise CheckpointError(f"{path}: {name} is {entry['dtype']}, and weights are float32 or float64; {MIXED}")
+            raise CheckpointError(
+                f"{path}: {name} is {entry['dtype']}, but weights must be float32 or float64; {MIXED}"
+            )
         found[name] = torch.empty(entry["shape"], dtype=dtypes[entry["dtype"]], device="meta")
 
     def map_tensor(name: str) -> Tensor:

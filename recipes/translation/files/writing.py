@@ -90,9 +90,9 @@ def check_regular(path: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     if stat.S_ISLNK(mode):
-        raise OSError(errno.ELOOP, "is a symbolic link, and nothing is written through one here: remove it", str(path))
+        raise OSError(errno.ELOOP, "is a symbolic link, which the recipe never writes through: remove it", str(path))
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise OSError(errno.EINVAL, "is no regular file but a pipe or a device: move it away", str(path))
+        raise OSError(errno.EINVAL, "is not a regular file but a pipe or a device: move it away", str(path))
 
 
 @contextmanager

@@ -252,7 +252,7 @@ def _raise_first_cause(ranks: Ranks, key: str, error: Exception) -> None:
     lost = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and _has_lost_a_rank(ranks))
     if lost:
         reason = re.sub(r"^\[\S+\] ", "", str(error)).partition(". ")[0]  # without gloo's source file and advice
-        what = f"lost another one, which ended or never joined: {reason}"
+        what = f"lost contact with another process, which ended or never joined: {reason}"
     store = dist.distributed_c10d._get_default_store()
     try:
         first = store.compare_set(key, "", f"{ranks.rank} {what}").decode()

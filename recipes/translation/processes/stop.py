@@ -42,7 +42,7 @@ class StopSignals:
         if self.several:
             print(note, flush=True)
             return
-        print(f"{note}; once more to stop at once", flush=True)
+        print(f"{note}; send it again to stop at once", flush=True)
         self._restore()
 
     def _restore(self) -> None:

@@ -42,7 +42,7 @@ def average(run: Path, last: int | None = None) -> list[int]:
 def check_enough(kept: Sequence[Path], count: int, run: Path) -> None:
     """Raise CheckpointError if no model is kept, or fewer than are to be averaged."""
     if not is_run(run):
-        raise CheckpointError(f"there is no run in {run}: name its folder with --run")
+        raise CheckpointError(f"there is no run in {run}: name the folder of a run with --run")
     if not kept:
         raise CheckpointError(f"{run} keeps no models: train with --training.keep_checkpoints 10")
     if count > len(kept):

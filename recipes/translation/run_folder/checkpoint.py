@@ -151,9 +151,9 @@ def load_training(folder: Path) -> SavedTraining:
     moments = read_tensors(there / MOMENTS_FILE)
     of = record.pop("of", None)
     if not isinstance(of, dict) or of.get(WEIGHTS_FILE) != digest:
-        raise CheckpointError(f"{there / 'training.json'} belongs to other weights than those beside it; {MIXED}")
+        raise CheckpointError(f"{there / 'training.json'} does not belong to the weights in {whole}; {MIXED}")
     if record.keys() != {field.name for field in fields_of(TrainingState)}:
-        raise CheckpointError(f"{there / 'training.json'} is not what this version writes; {MIXED}")
+        raise CheckpointError(f"{there / 'training.json'} does not have the fields that this version writes; {MIXED}")
     saved = SavedTraining(
         load_config(whole / "config.yaml"), _facts_in(whole), TrainingState(**record), weights, moments, averages={}
     )
@@ -276,15 +276,15 @@ def _read_weights(folder: Path) -> tuple[OneByOne, str]:
     """Read the weights in a verified folder and their SHA-256."""
     if not (folder / "model.json").is_file():
         raise CheckpointError(
-            f"{folder} has no model.json, so it was written for another program, or is damaged: name a run, a model of "
-            "it, or a folder that export --to safetensors wrote; a folder of CTranslate2 needs --engine ctranslate2"
+            f"{folder} has no model.json, so it was written for another program, or is damaged: name a run, one of its "
+            "models, or a folder that export --to safetensors wrote; a CTranslate2 folder needs --engine ctranslate2"
         )
     weights = read_tensors(folder / WEIGHTS_FILE)
     for name, tensor in weights.items():
         if not usable(name, tensor):
             raise CheckpointError(
-                f"{folder / WEIGHTS_FILE}: {name} has values that are nan or inf, with which nothing can be "
-                "translated: restore the folder from a copy, or train or import the model again"
+                f"{folder / WEIGHTS_FILE}: {name} has values that are nan or inf, so the model cannot translate: "
+                "restore the folder from a copy, or train or import the model again"
             )
     return weights, listed_files(folder)[WEIGHTS_FILE]
 

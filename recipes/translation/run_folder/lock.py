@@ -68,10 +68,13 @@ def _open_locked(path: Path, run: Path) -> int:
                 holder = os.read(descriptor, 1_000).decode(errors="replace").strip() or "another process"
                 os.close(descriptor)
                 raise CheckpointError(
-                    f"{holder} is writing into {run}: wait until it has ended, stop it, or choose another --run"
+                    f"{holder} is writing to {run}: wait until it ends, stop it, or choose another --run"
                 ) from None
         except OSError as error:  # some network file systems have no locks
-            print(f"{path} cannot be locked ({error.strerror}): let nothing else write into {run}", file=sys.stderr)
+            print(
+                f"{path} cannot be locked ({error.strerror}): make sure that nothing else writes to {run}",
+                file=sys.stderr,
+            )
             return descriptor
         os.close(descriptor)
         time.sleep(0.05)

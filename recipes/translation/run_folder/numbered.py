@@ -109,7 +109,7 @@ def check_ours(run: Path) -> None:
         check_itself(pointer)
         if pointer.exists() and not pointer.is_file():
             raise CheckpointError(
-                f"{pointer} is not a file with the name of a model, as training writes it: it was imported, or saved "
+                f"{pointer} is not a file that names a model, as training writes it: it was imported, or saved "
                 f"by a version before 0.1; choose another --run (--training.start_from {run} trains an imported model "
                 "further), or move it away"
             )
@@ -117,6 +117,6 @@ def check_ours(run: Path) -> None:
         named_folder(run / name)
     named_folders(run / "kept")
     if numbered_root(run).exists() and not numbered_root(run).is_dir():
-        raise CheckpointError(f"{numbered_root(run)} is not a folder, and was not made here: move it away")
+        raise CheckpointError(f"{numbered_root(run)} is not a folder, and was not written by the recipe: move it away")
     for folder in numbered_folders(run):
         check_replaceable(folder)

@@ -89,7 +89,7 @@ def check_made_anew(subwords: SubwordConfig, theirs: SubwordConfig) -> None:
         own = getattr(subwords, name)
         if own not in (getattr(SubwordConfig, name), getattr(theirs, name)):
             raise ConfigError(
-                f"subwords.{name} is {own}, but the subwords are another model's, which were made with "
+                f"subwords.{name} is {own}, but the subwords come from another model and were made with "
                 f"{getattr(theirs, name)}: leave it out"
             )
 
@@ -120,7 +120,7 @@ def check_tie(model: ModelConfig, source: Subwords, target: Subwords) -> None:
     """Raise ConfigError if a new model would have one embedding for two different vocabularies of the same size."""
     if model_sizes(model).tie == "all" and source.pieces() != target.pieces():
         raise ConfigError(
-            f"model.tie is all (of preset {model.preset}), so that source and target share one embedding, but their "
+            f"model.tie is all (preset {model.preset}), so source and target share one embedding, but their "
             "subwords differ: set model.tie target, or subwords.joint true"
         )
 
@@ -130,8 +130,8 @@ def check_normalization(subwords: SubwordConfig, source: Subwords, target: Subwo
     has = (source.normalization, target.normalization)
     if subwords.normalization and normalizations(subwords) != has:
         raise ConfigError(
-            f"subwords.normalization is {' '.join(normalizations(subwords))} (source, target), but the other "
-            f"model's subwords have {' '.join(has)}, which they keep: leave it out"
+            f"subwords.normalization is {' '.join(normalizations(subwords))} (source, target), but the "
+            f"subwords come from another model and keep its {' '.join(has)}: leave it out"
         )
 
 
@@ -152,8 +152,8 @@ def fitting_start(name: str, model: ModelConfig, subwords: SubwordConfig) -> tup
         other = needed.get(setting)
         if own != other and setting not in fewer:
             raise ConfigError(
-                f"{setting} is {own!r}, but {folder}, to start from, has {other!r}: set it to the same, or begin with "
-                f"all its settings by --config {folder / 'config.yaml'}"
+                f"{setting} is {own!r}, but the model to start from, {folder}, has {other!r}: use the same value, or "
+                f"take all its settings with --config {folder / 'config.yaml'}"
             )
     return folder, theirs
 
@@ -186,8 +186,8 @@ def teacher_subwords(teacher: str, subwords: SubwordConfig) -> tuple[Subwords, S
         other = getattr(theirs.subwords, name)
         if own != other:
             raise ConfigError(
-                f"subwords.{name} is {own!r}, but the teacher {folder} has {other!r}, and a student has its teacher's "
-                "subwords: set it to the same"
+                f"subwords.{name} is {own!r}, but the teacher {folder} has {other!r}, and a student uses its teacher's "
+                "subwords: use the same value"
             )
     check_made_anew(subwords, theirs.subwords)
     _, source, target = load_belongings(verified_folder(folder, BELONGINGS))
@@ -203,16 +203,16 @@ def load_teacher(name: str, language_tags: bool, source: Subwords, target: Subwo
     saved = load_saved(teacher_folder(name))
     if saved.config.data.language_tags != language_tags:
         raise ConfigError(
-            f"data.language_tags is {language_tags}, and {saved.config.data.language_tags} of the teacher "
-            f"{saved.folder}, which would read sentences that it was not trained on: set it to the same, or learn only "
-            "from its translations, with training.teacher_weight 0"
+            f"data.language_tags is {language_tags}, but the teacher {saved.folder} has "
+            f"{saved.config.data.language_tags} and would read sentences unlike those it was trained on: use the same "
+            "value, or learn only from its translations, with training.teacher_weight 0"
         )
     for side, own, other in (("source", source, saved.source), ("target", target, saved.target)):
         if own.digest != other.digest:
             raise ConfigError(
-                f"training.teacher {saved.folder} has other {side} subwords than this run ({len(other):,} and "
-                f"{len(own):,}), and predictions of other subwords cannot be compared: choose a teacher with the same "
-                "ones, or begin a new run without training.start_from, which takes the teacher's"
+                f"the {side} subwords of training.teacher {saved.folder} differ from this run's ({len(other):,} and "
+                f"{len(own):,}), so their predictions cannot be compared: choose a teacher with the same subwords, or "
+                "begin a new run without training.start_from, to use the teacher's"
             )
     return saved
 
@@ -224,10 +224,10 @@ def check_same_teacher(teacher: SavedModel | None, state: TrainingState, run: Pa
     if teacher and teacher.folder.resolve().is_relative_to(run.resolve()):
         raise ConfigError(f"--run {run} is the teacher's own folder: name another one for the student")
     here = teacher.folder if teacher else "none"
-    what = "another model" if teacher else "one"
+    what = "another model" if teacher else "a teacher"
     if not state.teacher:
-        what = "none"
+        what = "no teacher"
     raise ConfigError(
-        f"training.teacher is {here}, but {run} has learnt from {what}, by the SHA-256 of its weights: restore the "
-        "teacher, choose another --run, or start over with --fresh"
+        f"training.teacher is {here}, but {run} learned from {what}, according to the SHA-256 of the weights: restore "
+        "the teacher, choose another --run, or start over with --fresh"
     )

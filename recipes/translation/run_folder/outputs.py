@@ -40,7 +40,7 @@ def check_output(output: Path, option: str, *, own: Path | None = None, reads: C
     """
     inside = output.resolve()
     if any(name and Path(name).resolve() == inside for name in reads):
-        raise ConfigError(f"{option}: {output} is read, and would be replaced: choose another name")
+        raise ConfigError(f"{option}: {output} is an input, and would be replaced: choose another name")
     if own is not None and inside == own.resolve():
         return
     if owner := owner_of(inside):
@@ -65,7 +65,7 @@ def check_run(run: Path) -> None:
         what = "a link to a folder that is missing" if there.is_symlink() else "not a folder"
         raise ConfigError(f"--run: {there} is {what}: name another folder for the run, or move it away")
     if whole_folder(run):
-        raise ConfigError(f"--run: {run} is the folder of a model: name the folder of a run, such as the one it is in")
+        raise ConfigError(f"--run: {run} is the folder of a model: name the folder of a run, such as the one around it")
     if owner := owner_of(run.resolve()):
         raise ConfigError(f"--run: {run} belongs to {owner}: name the folder of a run")
 

@@ -107,7 +107,7 @@ def check_others_stay(run: Path, training: TrainingConfig) -> None:
         other: str = getattr(training, name)
         if other and model_folder(other).resolve().is_relative_to(run.resolve()):
             raise ConfigError(
-                f"training.{name} is {other}, a model of {run} itself, which a new run there would replace: choose "
+                f"training.{name} is {other}, a model of {run} itself, which the new run would replace: choose "
                 "another --run"
             )
 
@@ -139,8 +139,8 @@ def check_steps(run: Path, steps: int, saved: SavedTraining) -> None:
     made = saved.state.step
     if made > steps or (made == steps and "valid_loss" not in saved.facts):
         raise ConfigError(
-            f"training.steps is {steps:,}, but {run} has made {made:,} steps: set training.steps to "
-            f"{made + 1:,} or more to go on, choose another --run, or start over with --fresh"
+            f"training.steps is {steps:,}, but {run} has already done {made:,} steps: set training.steps to "
+            f"{made + 1:,} or more to continue, choose another --run, or start over with --fresh"
         )
 
 
@@ -157,9 +157,9 @@ def check_saved_with_models(run: Path, values: Values, saved: SavedTraining) -> 
         now, was = spell(value), spell(before[key])
         if made == values["training.steps"]:
             raise ConfigError(
-                f"{key} is {now}, but {run} has made its {made:,} steps, and its models keep {was}: set "
-                f"training.steps to {made + 1:,} or more, or give test files and search options to evaluate and "
-                "translate"
+                f"{key} is {now}, but {run} has finished its {made:,} steps, and its models keep {was}: set "
+                f"training.steps to {made + 1:,} or more, or pass test files and search options to evaluate and "
+                "translate instead"
             )
         print(f"[train] {key} is now {now}; {run / 'best'} keeps {was} until there is a better model")
 
@@ -183,8 +183,8 @@ def check_same_settings(values: Values, folder: Path) -> None:
     (key, own, other), *more = found
     others = "".join(f", {key} is {own} but was {other}" for key, own, other in more)
     raise ConfigError(
-        f"{key} is {own} but {folder.parent} was trained with {other}{others}: keep {'them' if more else 'it'}, choose "
-        "another --run, or start over with --fresh"
+        f"{key} is {own} but {folder.parent} was trained with {other}{others}: change {'them' if more else 'it'} back, "
+        "choose another --run, or start over with --fresh"
     )
 
 
@@ -307,8 +307,8 @@ def jumps(
     """Yield what would jump in a run that was saved with the settings `was`."""
     if was.precision != will_be.precision:
         yield (
-            f"training.precision was {was.precision} and is {will_be.precision}: from step {state.step + 1:,} on "
-            "weights and losses are rounded differently"
+            f"training.precision was {was.precision} and is {will_be.precision}: from step {state.step + 1:,} on, "
+            "weights and losses would be rounded differently"
         )
     if was.validate_every != will_be.validate_every:
         changed_to = f"training.validate_every was {was.validate_every:,} and is {will_be.validate_every:,}"

@@ -114,8 +114,8 @@ def check_layers(sizes: Sizes, saved: Mapping[str, Tensor], folder: Path | str) 
     layers = sum(getattr(sizes, name, 0) for name in ("encoder_layers", "decoder_layers"))
     if layers > len(saved):
         raise CheckpointError(
-            f"{folder} does not fit the model its config.yaml describes: {layers:,} layers, and {len(saved):,} tensors "
-            "in all"
+            f"{folder} does not fit the model its config.yaml describes: {layers:,} layers, but only {len(saved):,} "
+            "tensors"
         )
 
 
@@ -123,15 +123,15 @@ def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Tensor], folder: P
     """Raise CheckpointError unless saved tensors have the names and shapes of a model's own, and a dtype of weights."""
     saved = describe_tensors(saved)
     for name in sorted(own.keys() ^ saved.keys()):
-        where = "it is missing there"
+        what = f"{name} is missing"
         if name in saved:
-            where = "the model has no such tensor"
-        raise CheckpointError(f"{folder} does not fit the model its config.yaml describes: {name}: {where}")
+            what = f"the model has no {name}"
+        raise CheckpointError(f"{folder} does not fit the model its config.yaml describes: {what}")
     for name, tensor in own.items():
         if tensor.shape != saved[name].shape:
             raise CheckpointError(
                 f"{folder} does not fit the model its config.yaml describes: {name} is {tuple(saved[name].shape)} "
-                f"there and {tuple(tensor.shape)} here"
+                f"in the file and {tuple(tensor.shape)} in the model"
             )
         if saved[name].dtype not in WEIGHTS.values():
-            raise CheckpointError(f"{folder}: {name} is {saved[name].dtype}; weights are float32 or float64")
+            raise CheckpointError(f"{folder}: {name} is {saved[name].dtype}, but weights must be float32 or float64")

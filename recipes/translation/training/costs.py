@@ -59,7 +59,7 @@ def cost(
         "gradients": gradients,
         "Adam's moments": 2 * gradients,
         "the loss (seqpar.memory_plan)": _loss_bytes(layout, settings, len(corpus.target)),
-        "in all, measured with a forward and backward": peak + 2 * gradients,
+        "in all, measured in a forward and backward pass": peak + 2 * gradients,
     }
     return in_lines(gather_objects(needs, ranks.group), seconds, int(loss.tokens), steps)
 
@@ -68,10 +68,10 @@ def in_lines(everyone: Sequence[Mapping[str, int]], seconds: float, tokens: int,
     """Return what a dry run reports, given the bytes of each process, and the time and target tokens of one step."""
     largest = {name: max(own[name] for own in everyone) for name in everyone[0]}
     lines = [
-        f"memory of a process, MB: {', '.join(f'{name} {size / 1e6:,.1f}' for name, size in largest.items())}",
-        f"a forward and backward of the first step took {seconds:.2f} s for {tokens:,} target tokens, "
+        f"memory per process, MB: {', '.join(f'{name} {size / 1e6:,.1f}' for name, size in largest.items())}",
+        f"a forward and backward pass of the first step took {seconds:.2f} s for {tokens:,} target tokens, "
         f"{tokens / seconds:,.0f} a second",
-        f"{steps:,} steps will take about {in_words(steps * seconds)}, without updates, validations and saving",
+        f"{steps:,} steps will take about {in_words(steps * seconds)}, not counting updates, validations and saving",
         "nothing was trained; the subwords and ids are kept for the training",
     ]
     return "\n".join(f"[dry-run] {line}" for line in lines)

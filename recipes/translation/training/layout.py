@@ -55,12 +55,12 @@ def axes_of(layout: LayoutConfig, world: int) -> Axes:
     axes = Axes(layout.data or max(1, world // others), layout.shard, layout.vocab)
     if prod(axes) != world:
         product = " x ".join(f"{name} {size}" for name, size in axes._asdict().items())
-        started = f"{world} processes were"
+        started = f"{world} were"
         if world == 1:
-            started = "1 process was"
+            started = "1 was"
         raise ConfigError(
-            f"layout {product} is {prod(axes)} processes, but {started} started: start {prod(axes)}, as with torchrun "
-            f"--nproc-per-node {prod(axes)}, or change the layout"
+            f"layout {product} needs {prod(axes)} processes, but {started} started: start {prod(axes)}, for example "
+            f"with torchrun --nproc-per-node {prod(axes)}, or change the layout"
         )
     return axes
 

@@ -50,7 +50,7 @@ def devices_of(settings: TrainingConfig, ranks: Ranks) -> list[torch.device]:
         return devices
     if len(devices) != ranks.local_world:
         raise ConfigError(
-            f"training.devices names {len(devices)} and {ranks.local_world} processes run on this machine: name one "
+            f"training.devices names {len(devices)}, but {ranks.local_world} processes run on this machine: name one "
             "for each, or auto"
         )
     return [devices[ranks.local_rank]]

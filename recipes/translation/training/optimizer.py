@@ -54,8 +54,8 @@ def check_rate(before: TrainingConfig, now: TrainingConfig, made: int, d_model: 
     old, new = (learning_rate(settings, made + 1, d_model) for settings in (before, now))
     if old != new:
         raise ConfigError(
-            f"training.steps was {before.steps:,} and is {now.steps:,}, on which training.schedule {now.schedule} "
-            f"depends: the learning rate of step {made + 1:,} would be {new:.2g}, not {old:.2g}; keep training.steps, "
+            f"training.steps was {before.steps:,} and is {now.steps:,}, and training.schedule {now.schedule} depends "
+            f"on it: the learning rate of step {made + 1:,} would be {new:.2g}, not {old:.2g}; keep training.steps, "
             "begin another --run with training.start_from, or add --insist"
         )
 

@@ -93,7 +93,7 @@ class Progress(StatusLine):
         seconds = self._tick(state)
         state.train_seconds += seconds
         self.say(
-            f"[train] step {state.step:,}: the gradient overflows in float16: no update, and the loss scale becomes "
+            f"[train] step {state.step:,}: the gradient overflowed in float16: update skipped, loss scale reduced to "
             f"{state.loss_scale:g} ({state.skipped:,} skipped so far)"
         )
         return seconds
@@ -156,7 +156,7 @@ def is_worse_than_guessing(found: Validation, classes: float) -> bool:
 
 def guessing(classes: int) -> str:
     """Return a phrase that says what the loss of guessing is."""
-    return f"each of {classes:,} subwords, equally likely, has the loss {math.log(classes):.2f}"
+    return f"with all {classes:,} subwords equally likely, the loss is {math.log(classes):.2f}"
 
 
 def in_words(seconds: float) -> str:

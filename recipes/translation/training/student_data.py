@@ -54,12 +54,12 @@ def sentences_of(corpora: Corpora, teacher: ModelText) -> list[tuple[str, list[s
             tag = tag_of(corpus.data.target)
             if tag not in teacher.tags:
                 raise ConfigError(
-                    f"the target language of {corpus.name or 'train'} is {corpus.data.target}, and the teacher has no "
+                    f"the target language of {corpus.name or 'train'} is {corpus.data.target}, but the teacher has no "
                     f"tag {tag}: it has {', '.join(teacher.tags)}"
                 )
         found.append((tag, [pair.source for pair in pairs]))
     if not any(sources for _, sources in found):
-        raise DataError("there is no training sentence to translate; see data.train")
+        raise DataError("there are no training sentences to translate: see data.train")
     return found
 
 
@@ -91,9 +91,9 @@ def check_same_sentences(corpora: Corpora) -> None:
         lines = [" ".join(sentence.splitlines()) for sentence in sources]
         if noted_digest(folder / f"{number}.json", "sources") != lines_digest(lines):
             raise ConfigError(
-                f"the training data has other sentences than {folder / f'{number}.source.txt'}, on which "
-                f"{run} is trained: leave the data out to go on with these, choose another --run, or start over "
-                "with --fresh"
+                f"the sentences of the training data differ from {folder / f'{number}.source.txt'}, which {run} was "
+                "trained on: leave the data out to continue with that file, choose another --run, or start over with "
+                "--fresh"
             )
 
 

@@ -51,10 +51,10 @@ def announce(
         print(f"[data] {line}", flush=True)
     dropped = ""
     if corpus.train.dropped:
-        dropped = f" ({corpus.train.dropped:,} pairs that are too long left out)"
+        dropped = f" ({corpus.train.dropped:,} pairs left out as too long)"
     lines = [
         f"{size}, {len(corpus.target):,} target subwords, "
-        f"{corpus.train.count(state.epoch):,} batches an epoch{dropped}, {layout}"
+        f"{corpus.train.count(state.epoch):,} batches per epoch{dropped}, {layout}"
     ]
     lines += what_cannot_be_meant(settings, corpus)
     if layout.data_ranks > 1 or state.step:
@@ -67,7 +67,7 @@ def announce(
             f"{settings.teacher_weight:g}, temperature {settings.teacher_temperature:g}"
         )
     if settings.label_smoothing:
-        lines.append(f"losses are with label smoothing {settings.label_smoothing:g}, perplexities without it")
+        lines.append(f"losses include label smoothing {settings.label_smoothing:g}, perplexities do not")
     if state.step:
         lines.append(f"resuming from step {state.step:,} of {run}")
     else:
@@ -80,8 +80,8 @@ def what_cannot_be_meant(settings: TrainingConfig, corpus: Corpus) -> Iterable[s
     """Yield a line for each setting that does not fit the data or another setting."""
     if alone := corpus.train.over_budget:
         yield (
-            f"training.batch_tokens {settings.batch_tokens:,} is below the length of {alone:,} pairs, each of which is "
-            "a batch of its own"
+            f"training.batch_tokens {settings.batch_tokens:,} is less than the length of {alone:,} pairs: each of them "
+            "is a batch of its own"
         )
     if 0 < settings.steps <= settings.warmup:
         yield (
@@ -96,19 +96,21 @@ def update_of(settings: TrainingConfig, data_ranks: int, resumed: bool) -> str:
     For a new run, also name settings with which about as many tokens make whole batches for every process.
     """
     batches, size = settings.accumulate, settings.batch_tokens
-    line = f"an update has training.accumulate {batches:,} x training.batch_tokens {size:,} on any number of processes"
+    line = (
+        f"each update has training.accumulate {batches:,} x training.batch_tokens {size:,} on any number of processes"
+    )
     if resumed:
         line += ", as before"
     if data_ranks == 1:
         return line
     if not batches % data_ranks:
-        return f"{line}: whole batches for each of these {data_ranks}"
-    line += f": its last {batches % data_ranks:,} are divided among these {data_ranks}"
+        return f"{line}: each of the {data_ranks} data ranks gets whole batches"
+    line += f": the {data_ranks} data ranks share the last {batches % data_ranks:,} of its batches"
     if not resumed:
         each = -(-batches // data_ranks)
         line += (
             f"; training.accumulate {each * data_ranks:,} and training.batch_tokens "
-            f"{round(batches * size / (each * data_ranks)):,} give each whole batches"
+            f"{round(batches * size / (each * data_ranks)):,} would give each of them whole batches"
         )
     return line
 
@@ -116,9 +118,9 @@ def update_of(settings: TrainingConfig, data_ranks: int, resumed: bool) -> str:
 def end_of(settings: TrainingConfig, corpus: Corpus) -> str:
     """Return how many steps the epochs are, and which of the two limits ends the training."""
     steps = steps_of_epochs(settings, corpus.train)
-    line = f"training.epochs {settings.epochs:,} are {steps:,} steps"
+    line = f"training.epochs {settings.epochs:,} means {steps:,} steps"
     if settings.steps < steps:
-        line += f", but training.steps {settings.steps:,} ends first"
+        line += f", but training.steps {settings.steps:,} comes first"
     return line
 
 
@@ -183,7 +185,7 @@ class Summary:
             lines.append(f"[train] best validation, step {self.best.step:,}: {self.best}")
         if self.advice:
             lines.append(
-                f"[train] the model has hardly learned anything, and its translations are not shown: {self.advice}"
+                f"[train] the model has hardly learned anything, so its translations are not shown: {self.advice}"
             )
         if self.samples:
             lines += ["[train] validation sentences, translated by the best model:", *map(str, self.samples)]
@@ -262,7 +264,7 @@ def advice(run: Path, training: TrainingConfig, state: TrainingState) -> str:
         words += ["--training.epochs", 0]
     if SCHEDULES[training.schedule].by_steps:
         words += ["--insist"]  # since the learning rate jumps to that of a longer training
-    return f"{why}; go on with: {going_on(run, *words)}"
+    return f"{why}; continue with: {going_on(run, *words)}"
 
 
 def translate_samples(folder: Path, corpus: Corpus, ranks: Ranks) -> tuple[Sample, ...]:

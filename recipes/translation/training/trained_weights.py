@@ -26,8 +26,8 @@ def freeze(model: EncoderDecoder, names: Collection[str], bias: bool = False) ->
         tied = [other for other in weights if weights[other] & weights[name]]
         if missing := [other for other in tied if other not in names]:
             raise ConfigError(
-                f"training.freeze names {name} but not {' and '.join(missing)}; {', '.join(tied)} share a weight, and "
-                "are frozen together or not at all: name all of them, or none"
+                f"training.freeze names {name} but not {' and '.join(missing)}; {', '.join(tied)} share a weight, so "
+                "they can only be frozen together: name all of them, or none"
             )
     if set(names) >= weights.keys():
         raise ConfigError("training.freeze names every part of the model, and leaves nothing to train: name fewer")
@@ -47,8 +47,8 @@ def adapt(model: EncoderDecoder, settings: TrainingConfig, width: int) -> None:
         return
     if rank > width:
         raise ConfigError(
-            f"training.lora_rank is {rank}, above model.d_model, which is {width}: choose a lower rank, or train the "
-            "weights themselves by training.lora_rank 0"
+            f"training.lora_rank is {rank}, above model.d_model {width}: choose a lower rank, or train the weights "
+            "themselves with training.lora_rank 0"
         )
     add_lora(model, rank, settings.lora_alpha)
 

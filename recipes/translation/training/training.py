@@ -75,7 +75,7 @@ class Training:
             left = settings.plateau_factor**self.state.reductions
             self.journal.progress.say(
                 f"[train] {settings.plateau_patience} validations without a better one: the learning rate is "
-                f"multiplied by {settings.plateau_factor:g}, {left:.3g} in all"
+                f"multiplied by {settings.plateau_factor:g} ({left:.3g} in all)"
             )
         return_free_memory()
 

@@ -299,7 +299,7 @@ def test_a_model_without_its_manifest_is_said_to_be_damaged(tmp_path: Path, caps
     (tmp_path / "run" / "best" / "model.safetensors").write_bytes(b"")
     for words in (["translate", SENTENCE], ["evaluate"]):
         said = refusal(capsys, *words, "--run", str(tmp_path / "run"))
-        assert "best has no manifest.json: it is damaged, or was not made here" in said
+        assert "best has no manifest.json: it is damaged, or was not written by the recipe" in said
 
 
 def test_the_program_ends_with_status_2_and_no_traceback() -> None:
@@ -555,7 +555,7 @@ def test_the_demo_ends_with_a_command_that_works_and_starts_afresh(
     assert "replaced" not in first
     assert first.count("    -> ") == 3 + 10
     assert "There are no results of the command evaluate yet." not in (tmp_path / "demo" / "report.html").read_text()
-    assert "batches an epoch, devices cpu\n" in first
+    assert "batches per epoch, devices cpu\n" in first
     (line,) = [line for line in first.splitlines() if " translate --run " in line]
     found = subprocess.run(shlex.split(line), capture_output=True, text=True, check=True)
     translator = load_translator(tmp_path / "demo" / "best")

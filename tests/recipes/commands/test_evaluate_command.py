@@ -268,4 +268,4 @@ def test_a_model_whose_weights_are_nan_is_refused_in_one_line(
         translator.model.generator.bias[20] = math.nan
     save_model(tmp_path / "best", translator, {"step": 1})
     message = refusal(capsys, "translate", "--run", str(tmp_path), *options, SENTENCE)
-    assert "model.safetensors: generator.bias has values that are nan or inf, with which nothing can be" in message
+    assert "model.safetensors: generator.bias has values that are nan or inf, so the model cannot translate" in message

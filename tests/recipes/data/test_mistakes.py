@@ -109,7 +109,7 @@ def test_a_resumed_run_does_not_jump_to_another_learning_rate(schedule: str, tmp
     with pytest.raises(ConfigError) as caught:
         train(more)
     assert str(caught.value) == (
-        f"training.steps was 4 and is 6, on which training.schedule {schedule} depends: the learning rate of step 5 "
+        f"training.steps was 4 and is 6, and training.schedule {schedule} depends on it: the learning rate of step 5 "
         f"would be {rate:.2g}, not 0; keep training.steps, begin another --run with training.start_from, or add "
         "--insist"
     )

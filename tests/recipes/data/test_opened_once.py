@@ -84,7 +84,7 @@ def test_a_file_that_changes_after_its_hash_is_refused(format: str, tmp_path: Pa
     (name, *_) = settings["corpora"]["a"]["train"]
     path = tmp_path / "data" / name
     path.write_bytes(path.read_bytes() * 2)
-    with pytest.raises(DataError, match=f"{name} has changed since this run has begun to read it: start again"):
+    with pytest.raises(DataError, match=f"{name} has changed since this run started reading it: start again"):
         corpora.text
     assert not list((tmp_path / "run" / "data").iterdir())
 

@@ -85,7 +85,7 @@ def test_archives_are_named(tmp_path: Path) -> None:
         entry.size = len(TEXT)
         archive.addfile(entry, io.BytesIO(TEXT))
     (tmp_path / "a.tgz").write_bytes(packed.getvalue())
-    with pytest.raises(DataError, match="an archive of files: unpack it first, with tar -xf"):
+    with pytest.raises(DataError, match="a tar archive: unpack it first, with tar -xf"):
         read_lines(tmp_path / "a.tgz")
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
         archive.writestr("a.en", TEXT)

@@ -122,7 +122,7 @@ def test_an_export_never_replaces_the_model_that_it_reads(
     shutil.copytree(model_in(run, "last"), folder)
     before = contents(folder)
     assert main(["export", "--run", str(folder), "--to", format, "--out", str(folder / ".." / "copied")]) == 2
-    assert f"--out: {folder / '..' / 'copied'} is read, and would be replaced" in capsys.readouterr().err
+    assert f"--out: {folder / '..' / 'copied'} is an input, and would be replaced" in capsys.readouterr().err
     assert contents(folder) == before
 
 

@@ -155,7 +155,7 @@ def pairs_of(folder: Path, format: str, **files: bytes) -> list[tuple[str, str]]
 def test_a_file_with_carriage_returns_alone_is_not_taken_for_one_line(tmp_path: Path) -> None:
     for written in (b"a\rb", b"a\rb\r", b"\ra\r"):
         (tmp_path / "in.txt").write_bytes(written)
-        with pytest.raises(DataError, match=r"in\.txt has carriage returns as its line ends; convert it"):
+        with pytest.raises(DataError, match=r"in\.txt has carriage returns as line endings; convert it"):
             read_lines(tmp_path / "in.txt")
     (tmp_path / "in.txt").write_bytes(b"a\r")
     assert read_lines(tmp_path / "in.txt") == ["a\r"]

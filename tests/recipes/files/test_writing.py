@@ -214,7 +214,7 @@ def test_another_file_is_one_line(tmp_path: Path) -> None:
 
 def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2, dtype=torch.int64)}, tmp_path / "file")
-    with pytest.raises(CheckpointError, match=r"file: a is I64, and weights are float32 or float64; restore"):
+    with pytest.raises(CheckpointError, match=r"file: a is I64, but weights must be float32 or float64; restore"):
         read_tensors(tmp_path / "file")
 
 

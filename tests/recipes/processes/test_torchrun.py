@@ -97,7 +97,7 @@ def test_when_a_rank_is_killed_the_other_says_so_in_a_line_and_a_new_group_goes_
     # Or a fast machine would have trained to the end before this one asks
     for each in (first, worker):
         os.kill(each, signal.SIGSTOP)
-    with pytest.raises(CheckpointError, match=rf"^process {first} on \S+ is writing into"):
+    with pytest.raises(CheckpointError, match=rf"^process {first} on \S+ is writing to"):
         train(tiny(run, changes))
     os.kill(worker, signal.SIGKILL)
     os.kill(first, signal.SIGCONT)
@@ -108,7 +108,7 @@ def test_when_a_rank_is_killed_the_other_says_so_in_a_line_and_a_new_group_goes_
     status, output, errors = ended(process)
     assert status == 0, errors
     (line,) = [line for line in errors.splitlines() if line.startswith("error:")]
-    assert line.startswith("error: rank 0 lost another one, which ended or never joined:")
+    assert line.startswith("error: rank 0 lost contact with another process, which ended or never joined:")
     assert "resuming from step" in output
     assert main(["train", *options(tmp_path / "one", {**changes, "training.devices": "cpu"})]) == 0
     assert_same_weights(run, tmp_path / "one", 1e-9)  # 60 steps
@@ -143,7 +143,7 @@ def test_a_rank_that_hangs_is_waited_for_as_long_as_the_layout_says(tmp_path: Pa
     config = tiny(tmp_path / "run", {"training.devices": "auto", "layout.timeout": 4})
     (kind, text, seconds), _ = ranks(2, left_waiting, config)
     assert kind == OtherRankError.__name__
-    assert text.startswith("rank 0 lost another one, which ended or never joined: ")
+    assert text.startswith("rank 0 lost contact with another process, which ended or never joined: ")
     assert "imed out" in text
     assert 3 < seconds < 40
 

@@ -174,7 +174,10 @@ def test_a_kept_model_with_a_file_of_others_is_never_removed(run: Path) -> None:
     assert steps(run) == [4, 5, 6]
     assert load_facts(run / "checkpoints" / "step-00000002")["step"] == 2
     said = refused(run, LONGER, fresh=True)
-    assert "step-00000002/valid.scores.json was not written here, and would be removed: move it away first" in said
+    assert (
+        "step-00000002/valid.scores.json was not written by the recipe, and would be removed: move it away first"
+        in said
+    )
 
 
 def test_a_step_folder_that_is_not_ours_is_refused_before_anything_is_trained(run: Path) -> None:

@@ -44,7 +44,7 @@ def test_a_second_writer_is_refused_by_name_and_one_that_was_killed_is_forgotten
     training: BaseProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    with pytest.raises(CheckpointError, match=rf"^process {training.pid} on \S+ is writing into {run}: wait until"):
+    with pytest.raises(CheckpointError, match=rf"^process {training.pid} on \S+ is writing to {run}: wait until"):
         train(tiny(run, ENDLESS))
     for words in (
         ["prepare", *options(run, {**ENDLESS, "subwords.vocab_size": 300})],
@@ -135,4 +135,6 @@ def test_a_file_system_without_locks_is_named_and_trained_on(
 
     monkeypatch.setattr("fcntl.flock", flock)
     train(tiny(tmp_path / "run", {"training.steps": 1}))
-    assert "cannot be locked (Function not implemented): let nothing else write into" in capsys.readouterr().err
+    assert (
+        "cannot be locked (Function not implemented): make sure that nothing else writes to" in capsys.readouterr().err
+    )

@@ -132,7 +132,7 @@ def test_results_of_an_evaluation_never_replace_what_it_reads(
     (tmp_path / "news").write_text("Two trains.\n")
     words = ["--run", str(run), "--sources", str(tmp_path / "news"), "--references", str(read)]
     told = refusal(capsys, "evaluate", *words)
-    assert told == f"error: --sources: {read} is read, and would be replaced: choose another name"
+    assert told == f"error: --sources: {read} is an input, and would be replaced: choose another name"
     assert read.read_text() == "Zwei Züge.\n"
 
 
@@ -167,7 +167,7 @@ def test_no_run_is_written_into_a_model_or_a_part_of_another_run(
         "distil": ["--teacher", str(run)],
     }
     told = refusal(capsys, command, "--run", str(run / name), *words.get(command, []))
-    said = f"--run: {run / name} is the folder of a model: name the folder of a run, such as the one it is in"
+    said = f"--run: {run / name} is the folder of a model: name the folder of a run, such as the one around it"
     if name == "checkpoints":
         said = f"--run: {run / name} belongs to {run}: name the folder of a run"
     assert told == f"error: {said}"

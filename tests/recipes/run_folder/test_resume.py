@@ -51,7 +51,7 @@ def test_last_without_its_manifest_is_an_error_and_best_stays(run: Path) -> None
 def test_a_folder_in_a_pointers_place_is_refused(name: str, fresh: bool, run: Path) -> None:
     (run / name).unlink(missing_ok=True)
     (run / name).mkdir()
-    said = f"{run / name} is not a file with the name of a model, as training writes it: it was imported, or saved by"
+    said = f"{run / name} is not a file that names a model, as training writes it: it was imported, or saved by"
     assert said in refused(run, LONGER, fresh=fresh)
 
 
@@ -96,7 +96,7 @@ def test_a_file_of_others_in_a_checkpoint_keeps_it_from_being_removed(run: Path)
     assert (folder / "notes.txt").read_text() == (folder / "plots" / "a.svg").read_text() == "mine"
     assert load_facts(folder)["step"] == 4
     said = refused(run, {**SHORT, "training.steps": 10}, fresh=True)
-    assert f"{folder / 'notes.txt'} was not written here, and would be removed: move it away first" in said
+    assert f"{folder / 'notes.txt'} was not written by the recipe, and would be removed: move it away first" in said
 
 
 def test_last_as_a_link_is_one_line(run: Path, tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_a_new_setting_of_saved_models_is_said_or_refused_where_none_is_saved_an
     name: str, value: Any, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {**MADE, name: value}
-    with pytest.raises(ConfigError, match=rf"^{name} is .*, but {run} has made its .* steps, and its models keep"):
+    with pytest.raises(ConfigError, match=rf"^{name} is .*, but {run} has finished its .* steps, and its models keep"):
         begin(tiny(run, changes), False)
     begin(tiny(run, {**changes, "training.steps": 100}), False)
     assert f"[train] {name} is now " in capsys.readouterr().out
@@ -283,9 +283,9 @@ def test_no_setting_that_makes_it_another_run_can_change_on_resuming(name: str, 
         ),
         ({"data.tokenize": "flores200", "training.validate_bleu": 2}, "which is not downloaded"),
         ({"training.start_from": "elsewhere"}, "there is no trained model in elsewhere"),
-        ({"training.start_from": "{run}"}, "a model of {run} itself, which a new run there would replace: choose"),
-        ({"training.start_from": "{run}/last"}, "a model of {run} itself, which a new run there would replace: choose"),
-        ({"training.teacher": "{run}"}, "a model of {run} itself, which a new run there would replace: choose"),
+        ({"training.start_from": "{run}"}, "a model of {run} itself, which the new run would replace: choose"),
+        ({"training.start_from": "{run}/last"}, "a model of {run} itself, which the new run would replace: choose"),
+        ({"training.teacher": "{run}"}, "a model of {run} itself, which the new run would replace: choose"),
         ({"training.teacher": "elsewhere"}, "there is no trained model in elsewhere"),
     ],
 )
@@ -340,7 +340,9 @@ def test_fresh_keeps_the_models_until_the_new_run_can_begin(
 
 def test_steps_that_are_made_already_are_refused_unless_the_last_one_was_validated(run: Path, tmp_path: Path) -> None:
     said = refused(run, {**SHORT, "training.steps": 3})
-    assert said.startswith(f"training.steps is 3, but {run} has made 4 steps: set training.steps to 5 or more to go on")
+    assert said.startswith(
+        f"training.steps is 3, but {run} has already done 4 steps: set training.steps to 5 or more to continue"
+    )
     assert train(tiny(run, SHORT)).state.step == 4  # a finished run, which was validated at its end
     saved_file(run, "last", "model.json").write_text(json.dumps({"step": 4}))  # as Ctrl-C leaves it
     resealed(model_in(run, "last"))
@@ -418,7 +420,7 @@ def test_fresh_takes_the_subwords_of_the_new_start_and_not_those_of_the_earlier_
 @pytest.mark.parametrize(
     ("was", "changes", "what"),
     [
-        ({}, {"training.precision": "bf16"}, "training.precision was float32 and is bf16: from step 5 on weights and"),
+        ({}, {"training.precision": "bf16"}, "training.precision was float32 and is bf16: from step 5 on, weights and"),
         (
             {"training.patience": 9},
             {"training.patience": 9, "training.validate_every": 3},

@@ -253,9 +253,9 @@ CHANGES: dict[str, Sequence[Change]] = {
     ],
     "training.seed": [Change(2, ("weights", "batches"))],
     "training.threads": [Change(3, ("threads",), ("batches",))],
-    "layout.data": [Change(2, refused="layout data 2 x shard 1 x vocab 1 is 2 processes, but 1")],
-    "layout.shard": [Change(2, refused="layout data 1 x shard 2 x vocab 1 is 2 processes, but 1")],
-    "layout.vocab": [Change(2, refused="layout data 1 x shard 1 x vocab 2 is 2 processes, but 1")],
+    "layout.data": [Change(2, refused="layout data 2 x shard 1 x vocab 1 needs 2 processes, but 1")],
+    "layout.shard": [Change(2, refused="layout data 1 x shard 2 x vocab 1 needs 2 processes, but 1")],
+    "layout.vocab": [Change(2, refused="layout data 1 x shard 1 x vocab 2 needs 2 processes, but 1")],
     "layout.timeout": [Change(77.0, ("waits",), NUMBERS)],
     "decoding.beam": [
         Change(

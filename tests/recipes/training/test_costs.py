@@ -155,7 +155,9 @@ def test_a_dry_run_says_what_it_will_cost_and_leaves_only_data_and_subwords(
     assert gradients == pytest.approx(4 * parameters, abs=0.25)
     assert moments == pytest.approx(2 * gradients, abs=0.15)
     assert weights >= gradients
-    loss = re.search(r"\(seqpar\.memory_plan\) ([\d.]+), in all, measured with a forward and backward ([\d.,]+)", told)
+    loss = re.search(
+        r"\(seqpar\.memory_plan\) ([\d.]+), in all, measured in a forward and backward pass ([\d.,]+)", told
+    )
     assert loss
     assert 0 < float(loss[1]) < float(loss[2].replace(",", ""))
     assert re.search(r"took [\d.]+ s for [1-9][\d,]* target tokens", told)
@@ -189,7 +191,7 @@ def test_a_dry_run_of_a_run_that_has_begun_counts_the_steps_that_are_left_and_ch
     assert contents(run) == before
     told = capsys.readouterr().out
     assert (
-        "an update has training.accumulate 2 x training.batch_tokens 900 on any number of processes, as before\n"
+        "each update has training.accumulate 2 x training.batch_tokens 900 on any number of processes, as before\n"
         in told
     )
     assert "7 steps will take" in (run / "train.log").read_text()
@@ -198,9 +200,9 @@ def test_a_dry_run_of_a_run_that_has_begun_counts_the_steps_that_are_left_and_ch
 def test_a_dry_run_shows_the_largest_process_and_the_time_of_all_steps() -> None:
     everyone = [{"weights": 3_400_000, "the loss": 71_000_000}, {"weights": 1_265_400_000, "the loss": 2_000_000}]
     assert in_lines(everyone, seconds=2.5, tokens=1_310, steps=1_296).splitlines() == [
-        "[dry-run] memory of a process, MB: weights 1,265.4, the loss 71.0",
-        "[dry-run] a forward and backward of the first step took 2.50 s for 1,310 target tokens, 524 a second",
-        "[dry-run] 1,296 steps will take about 54 minutes, without updates, validations and saving",
+        "[dry-run] memory per process, MB: weights 1,265.4, the loss 71.0",
+        "[dry-run] a forward and backward pass of the first step took 2.50 s for 1,310 target tokens, 524 a second",
+        "[dry-run] 1,296 steps will take about 54 minutes, not counting updates, validations and saving",
         "[dry-run] nothing was trained; the subwords and ids are kept for the training",
     ]
 
@@ -210,7 +212,7 @@ def test_adams_moments_are_added_to_the_peak_that_a_dry_run_measures(
 ) -> None:
     monkeypatch.setattr(costs, "peak_memory", lambda devices: {"cpu": 50_000_000})
     told = str(train(tiny(tmp_path / "run", {**STARTED, "model.d_model": 256}), dry_run=True))
-    found = re.search(r"Adam's moments ([\d.]+), the loss .*backward ([\d.]+)\n", told)
+    found = re.search(r"Adam's moments ([\d.]+), the loss .*backward pass ([\d.]+)\n", told)
     assert found
     assert float(found[2]) == pytest.approx(50 + float(found[1]), abs=0.11)
 
@@ -258,15 +260,15 @@ def test_a_dry_run_that_would_remove_a_run_is_refused(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("accumulate", "size", "ranks", "ending"),
     [
-        (4, 1000, 4, "processes: whole batches for each of these 4"),
-        (6, 1000, 3, "processes: whole batches for each of these 3"),
-        (1, 4096, 4, "training.accumulate 4 and training.batch_tokens 1,024 give each whole batches"),
+        (4, 1000, 4, "processes: each of the 4 data ranks gets whole batches"),
+        (6, 1000, 3, "processes: each of the 3 data ranks gets whole batches"),
+        (1, 4096, 4, "training.accumulate 4 and training.batch_tokens 1,024 would give each of them whole batches"),
         (
             5,
             1000,
             2,
-            "processes: its last 1 are divided among these 2; training.accumulate 6 and training.batch_tokens 833 give "
-            "each whole batches",
+            "processes: the 2 data ranks share the last 1 of its batches; training.accumulate 6 and "
+            "training.batch_tokens 833 would give each of them whole batches",
         ),
     ],
 )
@@ -275,6 +277,6 @@ def test_the_settings_that_are_offered_keep_the_tokens_of_an_update_in_whole_bat
 ) -> None:
     settings = replace(TrainingConfig(), accumulate=accumulate, batch_tokens=size)
     line = update_of(settings, ranks, resumed=False)
-    assert line.startswith(f"an update has training.accumulate {accumulate} x training.batch_tokens {size:,} on any")
+    assert line.startswith(f"each update has training.accumulate {accumulate} x training.batch_tokens {size:,} on any")
     assert line.endswith(ending)
     assert "give each" not in update_of(settings, ranks, resumed=True), "batch_tokens cannot change in a run"

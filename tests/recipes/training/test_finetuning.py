@@ -108,9 +108,7 @@ def test_a_frozen_part_keeps_its_bits_and_has_no_moments_and_the_rest_is_trained
 def test_a_model_that_does_not_fit_is_refused_by_the_setting(
     changes: dict[str, Any], message: str, base: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        ConfigError, match=f"^{message}: set it to the same, or begin with all its settings by --config"
-    ):
+    with pytest.raises(ConfigError, match=f"^{message}: use the same value, or take all its settings with --config"):
         train(tiny(tmp_path / "run", {**BASE, "training.start_from": str(base), **changes}))
     assert not (tmp_path / "run" / "last").exists()
 
@@ -141,12 +139,12 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_deeper_model_is_refused(deep: Path, tmp_path: Path) -> None:
     changes = {"training.start_from": str(deep), "model.decoder_layers": 6}
-    with pytest.raises(ConfigError, match=r"^model\.decoder_layers is 6, but .* has 5: set it to the same"):
+    with pytest.raises(ConfigError, match=r"^model\.decoder_layers is 6, but .* has 5: use the same value"):
         train(tiny(tmp_path / "run", {**BASE, **changes}))
 
 
 def test_a_model_of_another_architecture_is_refused(base: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"^model\.encoder_layers is None, but .* has 1: set it to the same"):
+    with pytest.raises(ConfigError, match=r"^model\.encoder_layers is None, but .* has 1: use the same value"):
         train(tiny_decoder_only(tmp_path / "run", {**BASE, "training.start_from": str(base)}))
 
 
@@ -190,15 +188,15 @@ def test_settings_of_new_subwords_beside_another_models_are_refused(
     given = {**BASE, way: str(base), f"subwords.{name}": value}
     if way == "training.teacher":
         given["training.teacher_weight"] = 0.5
-    with pytest.raises(ConfigError, match=rf"^subwords\.{name} is {value}, but the subwords are another model's"):
+    with pytest.raises(
+        ConfigError, match=rf"^subwords\.{name} is {value}, but the subwords come from another model and were made with"
+    ):
         train(tiny(tmp_path / "run", given))
 
 
 def test_two_vocabularies_of_one_size_do_not_share_an_embedding(tmp_path: Path) -> None:
     apart = {"subwords.joint": False, "training.steps": 1}
-    with pytest.raises(
-        ConfigError, match=r"^model\.tie is all \(of preset .* their subwords differ: set model.tie tar"
-    ):
+    with pytest.raises(ConfigError, match=r"^model\.tie is all \(preset .* their subwords differ: set model.tie tar"):
         train(tiny(tmp_path / "run", apart))
     train(tiny(tmp_path / "run", {**apart, "model.tie": "target"}))
     model = load_translator(tmp_path / "run" / "best").model

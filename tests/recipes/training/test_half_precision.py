@@ -133,7 +133,9 @@ def test_steps_that_overflow_change_nothing_and_are_counted_and_told(
     record, _ = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert record == {"step": 1, "loss_scale": 2.0**25, "skipped": 1}
     said = capsys.readouterr().out
-    assert "step 1: the gradient overflows in float16: no update, and the loss scale becomes 3.35544e+07 (1 ski" in said
+    assert (
+        "step 1: the gradient overflowed in float16: update skipped, loss scale reduced to 3.35544e+07 (1 ski" in said
+    )
     assert "1 of these steps made no update: their gradient overflowed in float16" in str(summary)
     saved = load_translator(tmp_path / "run" / "last").model.state_dict()
     monkeypatch.undo()

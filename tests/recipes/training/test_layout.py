@@ -34,13 +34,13 @@ def test_what_the_other_axes_leave_goes_to_the_data(data: int, shard: int, vocab
         (
             LayoutConfig(data=3),
             2,
-            "data 3 x shard 1 x vocab 1 is 3 processes, but 2 processes were started",
+            "data 3 x shard 1 x vocab 1 needs 3 processes, but 2 were started",
         ),
-        (LayoutConfig(shard=2, vocab=2), 6, "is 4 processes, but 6 processes were started"),
+        (LayoutConfig(shard=2, vocab=2), 6, "needs 4 processes, but 6 were started"),
         (
             LayoutConfig(vocab=2),
             1,
-            "but 1 process was started: start 2, as with torchrun --nproc-per-node 2, or change",
+            "but 1 was started: start 2, for example with torchrun --nproc-per-node 2, or change",
         ),
     ],
 )
@@ -60,7 +60,7 @@ def test_each_of_several_processes_has_one_device() -> None:
     second = Ranks(rank=3, world=4, local_rank=1, local_world=2)
     assert len(devices_of(TrainingConfig(), second)) == 1
     assert devices_of(TrainingConfig(devices=("cpu", "cpu")), second) == [torch.device("cpu")]
-    with pytest.raises(ConfigError, match=r"training\.devices names 1 and 2 processes run on this machine"):
+    with pytest.raises(ConfigError, match=r"training\.devices names 1, but 2 processes run on this machine"):
         devices_of(TrainingConfig(devices="cpu"), second)
 
 

@@ -191,7 +191,7 @@ def test_epochs_end_with_every_batch_and_a_validation(
     assert (summary.state.step, summary.state.best_step) == (steps, steps)
     assert 0 <= summary.state.epoch * batches + summary.state.batch - 2 * batches < accumulate
     said = capsys.readouterr().out
-    assert f"training.epochs 2 are {steps} steps\n" in said
+    assert f"training.epochs 2 means {steps} steps\n" in said
     assert f"{steps} of {steps} steps" in str(summary)
     assert read_run(tmp_path / "run").planned_steps == steps
 
@@ -199,7 +199,7 @@ def test_epochs_end_with_every_batch_and_a_validation(
 def test_the_earlier_end_counts_and_the_log_says_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tiny(tmp_path / "run", {**EPOCHS, "training.steps": 3})
     assert train(config).state.step == 3
-    assert "steps, but training.steps 3 ends first\n" in capsys.readouterr().out
+    assert "steps, but training.steps 3 comes first\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("schedule", [name for name, each in SCHEDULES.items() if each.by_steps])
@@ -210,7 +210,7 @@ def test_a_schedule_uses_the_steps_that_the_epochs_come_to(schedule: str, tmp_pa
     train(epochs)
     train(tiny(tmp_path / "steps", {**given, "training.steps": steps, "training.validate_every": 100}))
     assert rates_of(tmp_path / "epochs") == rates_of(tmp_path / "steps")
-    with pytest.raises(ConfigError, match=rf"^training\.steps was {steps} and is {steps * 3 // 2}, on which training"):
+    with pytest.raises(ConfigError, match=rf"^training\.steps was {steps} and is {steps * 3 // 2}, and training"):
         train(tiny(tmp_path / "epochs", {**EPOCHS, **given, "training.epochs": 3}))
 
 
@@ -223,5 +223,5 @@ def test_a_run_that_has_made_its_epochs_goes_on_with_more(tmp_path: Path) -> Non
     assert train(tiny(tmp_path / "run", given)).state.step == through.step
     weights = [saved_file(tmp_path / name, "last", "model.safetensors").read_bytes() for name in ("through", "run")]
     assert weights[0] == weights[1]
-    with pytest.raises(ConfigError, match=rf"has made {through.step} steps: set training\.steps to"):
+    with pytest.raises(ConfigError, match=rf"has already done {through.step} steps: set training\.steps to"):
         train(tiny(tmp_path / "run", {**given, "training.epochs": 1}))

@@ -344,7 +344,7 @@ def test_the_test_files_of_a_corpus_may_change_on_resuming_and_the_others_may_no
     corpora = {"forward": {**FORWARD, **FORWARD_HELD_OUT}, "back": {**BACK, **BACK_HELD_OUT}}
     for forward in ({"test": ["d.en", "d.de"]}, {"test": []}):
         changed = given(folder / "both", {**corpora, "forward": {**corpora["forward"], **forward}})
-        with pytest.raises(ConfigError, match=r"^corpora\.forward\.test is .* has made its 2 steps, and"):
+        with pytest.raises(ConfigError, match=r"^corpora\.forward\.test is .* has finished its 2 steps, and"):
             begin(changed, False)
         assert begin(replace(changed, training=replace(changed.training, steps=3)), False) is not None
     for forward in ({"valid": ["d.en", "d.de"]}, {"train": ["d.en", "d.de"]}):

@@ -70,8 +70,8 @@ def test_a_run_that_learned_nothing_shows_no_samples_and_says_what_to_do(
     assert "->" not in text
     assert "[train] next:" not in text
     (line,) = [line for line in text.splitlines() if "hardly learned anything" in line]
-    assert "at step 1 (training.warmup 2); go on with: " in line
-    words = shlex.split(line.partition("go on with: ")[2])
+    assert "at step 1 (training.warmup 2); continue with: " in line
+    words = shlex.split(line.partition("continue with: ")[2])
     assert words[1:] == ["-m", "recipes.translation", "train", "--run", str(run), "--training.steps", "20"]
 
     assert main([*words[3:-1], "2"]) == 0  # as it says, but not for so long
@@ -90,7 +90,7 @@ def test_the_command_of_the_advice_goes_on(
         at = given.index("--training.steps")
         del given[at : at + 2]
     assert main(["train", *given]) == 0
-    words = shlex.split(capsys.readouterr().out.partition("go on with: ")[2].splitlines()[0])[3:]
+    words = shlex.split(capsys.readouterr().out.partition("continue with: ")[2].splitlines()[0])[3:]
     made = int(load_facts(run / "last")["step"])
     words[words.index("--training.steps") + 1] = str(made + 1)  # as it says, but not for so long
     assert main(words) == 0
@@ -101,7 +101,7 @@ def test_the_advice_names_steps_before_it_doubts_the_data() -> None:
     config = tiny(Path("run"), {"training.warmup": 100})
     assert "still rising" in advice(Path(config.run), config.training, TrainingState(step=100))
     assert advice(Path(config.run), config.training, TrainingState(step=300, epoch=2)).startswith(
-        "training ended in epoch 3; go on with"
+        "training ended in epoch 3; continue with"
     )
     assert advice(Path(config.run), config.training, TrainingState(step=300, epoch=2)).endswith("--training.steps 1200")
     assert advice(Path(config.run), config.training, TrainingState(step=130, epoch=2)).endswith("--training.steps 1000")
@@ -179,7 +179,7 @@ def test_training_says_which_of_its_numbers_are_smoothed(
     changes = {"training.steps": 1, "training.label_smoothing": smoothing}
     assert main(["train", *options(tmp_path / "run", changes)]) == 0
     text = capsys.readouterr().out
-    assert ("[train] losses are with label smoothing 0.1, perplexities without it\n" in text) == said
+    assert ("[train] losses include label smoothing 0.1, perplexities do not\n" in text) == said
     assert ("smoothing" in text) == said
 
 
@@ -247,7 +247,7 @@ def test_a_training_that_starts_from_a_model_validates_it_before_the_first_step(
 def test_budgets_and_warm_ups_that_cannot_be_meant_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(tiny(tmp_path / "run", {"training.steps": 1, "training.batch_tokens": 2, "training.warmup": 5}))
     told = capsys.readouterr().out
-    assert "training.batch_tokens 2 is below the length of 250 pairs, each of which is a batch of its own" in told
+    assert "training.batch_tokens 2 is less than the length of 250 pairs: each of them is a batch of its own" in told
     assert "training.warmup 5 is not over when training ends, at step 1" in told
 
 
@@ -259,12 +259,12 @@ def test_a_loss_above_that_of_guessing_is_no_best_so_far_and_names_the_learning_
     summary = train(config)
     told = capsys.readouterr().out
     assert re.search(
-        r"\[valid\] step +3 .*worse than guessing: each of \d+ subwords, equally likely, has the loss", told
+        r"\[valid\] step +3 .*worse than guessing: with all \d+ subwords equally likely, the loss is", told
     )
     assert "best so far" not in told
     assert "training.learning_rate below 50" in summary.advice
-    assert summary.advice == divergence_advice(config.training, int(re.search(r"each of (\d+)", summary.advice)[1]))  # type: ignore[index]
-    assert guessing(1000) == "each of 1,000 subwords, equally likely, has the loss 6.91"
+    assert summary.advice == divergence_advice(config.training, int(re.search(r"with all (\d+)", summary.advice)[1]))  # type: ignore[index]
+    assert guessing(1000) == "with all 1,000 subwords equally likely, the loss is 6.91"
     assert max(map(len, told.splitlines())) < 400
 
 
@@ -300,7 +300,7 @@ def test_a_refused_resume_lists_every_setting_that_differs(run: Path, capsys: py
     told = capsys.readouterr().err
     assert re.match(
         rf"error: model\.dropout is 0\.3 but {run} was trained with none, training\.clip is 3\.0 but was 1\.0, "
-        r"training\.freeze is encoder but was none, training\.seed is 7 but was 1: keep them",
+        r"training\.freeze is encoder but was none, training\.seed is 7 but was 1: change them back",
         told,
     )
     assert {name: each for name, each in contents(run).items() if "train.log" not in name} == {

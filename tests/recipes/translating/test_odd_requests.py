@@ -131,7 +131,7 @@ def test_alignments_never_replace_what_is_read(
     if option != "file":
         words += ["--file", "other.en"]
     told = refusal(capsys, "translate", *words)
-    assert told == f"error: --alignments: {tmp_path / 'own.en'} is read, and would be replaced: choose another name"
+    assert told == f"error: --alignments: {tmp_path / 'own.en'} is an input, and would be replaced: choose another name"
     assert (tmp_path / "own.en").read_text() == "six\n"
 
 
