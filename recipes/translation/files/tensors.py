@@ -22,7 +22,7 @@ from torch import Tensor
 from recipes.translation.errors import CheckpointError
 from recipes.translation.files.json_fields import parse_json
 
-MIXED = "restore the folder from a copy: files of two checkpoints have been mixed, or changed"
+MIXED = "restore the folder from a copy: its files come from two checkpoints, or were changed"
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """The format's names for the dtypes, in the order in which the package writes tensors."""
 

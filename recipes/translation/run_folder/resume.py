@@ -214,7 +214,7 @@ def check_best(saved: SavedTraining, run: Path, values: Values) -> None:
             verified_folder(best)
         check_same_settings(values, best)
     elif state.best_loss is not None:
-        print(f"[train] {best}, found at step {state.best_step:,}, is gone: the next validation replaces it")
+        print(f"[train] {best}, found at step {state.best_step:,}, is gone: the next validation will replace it")
         state.best_loss = None
         state.best_score = None
         state.best_step = 0
