@@ -1,30 +1,14 @@
-"""Make the ranks of a split vocabulary agree: on errors, on settings, and on the tensors that they must share."""
+"""Compare what ranks of a split vocabulary must share: settings, and tensors up to rounding."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
-from types import NoneType
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from seqpar.core.checks import check_type
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.inputs import Inputs, Settings
-
-
-@contextlib.contextmanager
-def tell_errors(vocab: VocabShard | None) -> Iterator[None]:
-    """Make an invalid argument raise an error on every rank of the group."""
-    check_type(vocab, "vocab", (VocabShard, NoneType), "a seqpar.VocabShard, or None")
-    try:
-        yield
-    except (TypeError, ValueError, IndexError) as wrong:
-        if vocab is not None:
-            # The other ranks, which would otherwise wait, raise too: RuntimeError unless they have found the same error
-            vocab.meet({"what is wrong": f"{type(wrong).__name__}: {wrong}"})
-        raise
 
 
 def compare_ranks(inputs: Inputs, settings: Settings, vocab: VocabShard, facts: Mapping[str, object]) -> None:

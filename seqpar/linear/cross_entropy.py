@@ -14,10 +14,10 @@ from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.graphs import outside_graphs
 from seqpar.core.token_loss import TokenLoss
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.linear.agreement import compare_ranks, tell_errors
+from seqpar.linear.agreement import compare_ranks
 from seqpar.linear.compiled_op import compiled_cross_entropy
 from seqpar.linear.few_classes import soft_cross_entropy
-from seqpar.linear.inputs import Inputs, Settings, check_inputs, cross_entropy_job, local_tensors
+from seqpar.linear.inputs import Inputs, Settings, check_inputs, cross_entropy_job, local_tensors, tell_errors
 from seqpar.linear.least_memory import check_memory, least_memory
 from seqpar.linear.teachers import SparseTarget
 from seqpar.rows.conventions import Convention

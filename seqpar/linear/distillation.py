@@ -18,9 +18,9 @@ from seqpar.core.graphs import outside_graphs
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
 from seqpar.linear.against_teacher import AgainstHead, AgainstLogProbs, loss_against_teacher
-from seqpar.linear.agreement import checksum, compare_ranks, tell_errors
+from seqpar.linear.agreement import checksum, compare_ranks
 from seqpar.linear.few_classes import DivergenceOfScores, loss_on_few_classes
-from seqpar.linear.inputs import Inputs, Settings, check_inputs, check_tensors
+from seqpar.linear.inputs import Inputs, Settings, check_inputs, check_tensors, tell_errors
 from seqpar.linear.projection import Projection, product_dtype
 from seqpar.linear.teachers import (
     Teacher,

@@ -24,9 +24,9 @@ from seqpar.core.checks import check_type
 from seqpar.core.chunked_gradient import differentiable_sum
 from seqpar.core.token_loss import TokenLoss, wide
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.linear.agreement import checksum, compare_ranks, tell_errors
+from seqpar.linear.agreement import checksum, compare_ranks
 from seqpar.linear.chunk_loss import ScoreLoss
-from seqpar.linear.inputs import Checked, Inputs, Settings, check_inputs, prepare
+from seqpar.linear.inputs import Checked, Inputs, Settings, check_inputs, prepare, tell_errors
 from seqpar.linear.projection import product_dtype
 from seqpar.linear.teachers import SparseTarget, check_sparse_target, sparse_probs
 from seqpar.rows.divergences import RowTerms, logits_gradient_

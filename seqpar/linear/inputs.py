@@ -6,8 +6,10 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
+from types import NoneType
 from typing import NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ from seqpar.core.checks import (
     check_shapes,
     check_size,
     check_target,
+    check_type,
     is_dtensor,
     refuse_transforms,
 )
@@ -247,6 +250,19 @@ def check_inputs(
     check_loss_scale(loss_scale)
     check_tensors(inputs, any_dtype=any_dtype)
     return _describe(inputs, settings, vocab)
+
+
+@contextlib.contextmanager
+def tell_errors(vocab: VocabShard | None) -> Iterator[None]:
+    """Make an invalid argument raise an error on every rank of the group."""
+    check_type(vocab, "vocab", (VocabShard, NoneType), "a seqpar.VocabShard, or None")
+    try:
+        yield
+    except (TypeError, ValueError, IndexError) as wrong:
+        if vocab is not None:
+            # The other ranks, which would otherwise wait, raise too: RuntimeError unless they have found the same error
+            vocab.meet({"what is wrong": f"{type(wrong).__name__}: {wrong}"})
+        raise
 
 
 def _check_settings(settings: Settings) -> None:

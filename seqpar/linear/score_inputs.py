@@ -25,8 +25,8 @@ from seqpar.core.checks import (
 )
 from seqpar.core.token_loss import wide
 from seqpar.distributed.vocab_parallel import VocabShard
-from seqpar.linear.agreement import checksum, compare_ranks, tell_errors
-from seqpar.linear.inputs import Inputs, PreparedCall, Settings, check_inputs, local_tensors, prepare
+from seqpar.linear.agreement import checksum, compare_ranks
+from seqpar.linear.inputs import Inputs, PreparedCall, Settings, check_inputs, local_tensors, prepare, tell_errors
 
 
 class ScoreRequest(NamedTuple):

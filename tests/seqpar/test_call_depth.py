@@ -71,7 +71,7 @@ def test_a_product_outside_the_library_is_not_counted():
     assert frames_at_the_first(PRODUCTS, lambda: LINEAR(torch.ones(16))) == 0
 
 
-def test_a_loss_with_its_backward_makes_at_most_120_calls_in_16_files():
+def test_a_loss_with_its_backward_makes_at_most_120_calls_in_13_files():
     package = str(Path(seqpar.__file__).parent)
     called: list[str] = []
 
@@ -87,4 +87,4 @@ def test_a_loss_with_its_backward_makes_at_most_120_calls_in_16_files():
     finally:
         sys.setprofile(None)
     assert 0 < len(called) <= 120
-    assert len(set(called)) <= 16
+    assert len(set(called)) <= 13
