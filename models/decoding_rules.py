@@ -140,7 +140,8 @@ class ForcedPrefixes:
             check_tokens_of(f"the prefix of src[{sentence}]", prefix, task)
             if len(prefix) >= limit:
                 raise ValueError(
-                    f"the prefix of src[{sentence}] has {len(prefix)} tokens, but the sentence {limit} steps, the last "
+                    f"the prefix of src[{sentence}] has {len(prefix)} tokens, but the sentence has {limit} steps, the "
+                    "last "
                     "of them for the end symbol: raise max_length"
                 )
 

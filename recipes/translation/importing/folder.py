@@ -70,8 +70,8 @@ def check_room(folder: Path, config: Any) -> None:
     rows = config.vocab_size + config.max_position_embeddings + layer * (config.encoder_layers + config.decoder_layers)
     if config.d_model * rows > there + ROOM:
         raise CheckpointError(
-            f"{folder}: by config.json the model has {config.d_model * rows:,} weights or more, and all files of "
-            f"safetensors have {there:,} bytes: a file is missing, or belongs to another model"
+            f"{folder}: according to config.json the model has {config.d_model * rows:,} weights or more, but the "
+            f"safetensors files together have {there:,} bytes: a file is missing, or belongs to another model"
         )
 
 
@@ -113,10 +113,11 @@ def read_weights(folder: Path, config: Any) -> Any:
 
 def _check(model: Any, report: dict[str, Any], folder: Path) -> None:
     for name in sorted(report["missing_keys"]):
-        raise CheckpointError(f"{folder} has no weight {name}, which its config.json promises")
+        raise CheckpointError(f"{folder} has no weight {name}, which its config.json calls for")
     for name, there, expected in sorted(report["mismatched_keys"]):
         raise CheckpointError(
-            f"{folder}: {name} is {tuple(there)}, and by config.json it is {tuple(expected)}: one of the two files "
+            f"{folder}: {name} is {tuple(there)}, but according to config.json it should be {tuple(expected)}: one of "
+            "the two files "
             "belongs to another model"
         )
     # Earlier versions of transformers saved M2M-100's tables of sines and cosines

@@ -88,16 +88,19 @@ BAD: dict[str, tuple[Damage, str]] = {
         "the model is a MarianModel, which does not",
     ),
     "another activation": (setting("activation_function", "gelu_new"), "activation is 'gelu_new': choose one of"),
-    "unscaled embeddings": (setting("scale_embedding", False), "scale_embedding is false, and the models here"),
+    "unscaled embeddings": (setting("scale_embedding", False), "scale_embedding is false, but the models here"),
     "two widths": (setting("decoder_ffn_dim", 48), "encoder_ffn_dim is 24, decoder_ffn_dim 48; here both sides"),
     "heads that do not divide": (
         json_file("config.json", lambda found: found.update(encoder_attention_heads=3, decoder_attention_heads=3)),
         "d_model 16 is not divisible by heads 3",
     ),
-    "another width": (setting("d_model", 24), "is (16,), and by config.json it is (24,): one of the two files belongs"),
+    "another width": (
+        setting("d_model", 24),
+        "is (16,), but according to config.json it should be (24,): one of the two files belongs",
+    ),
     "another vocabulary": (
         setting("vocab_size", 100),
-        "has id 100: it must be its own, and one of the 100 rows of",
+        "has id 100: it must be unique, and one of the 100 rows of",
     ),
     "another dropout": (setting("dropout", 1.5), "dropout is 1.5, outside [0, 1)"),
     "no start": (without_start, "FOLDER: decoder_start_token_id is 58100, not the id of a subword"),
@@ -116,7 +119,7 @@ BAD: dict[str, tuple[Damage, str]] = {
     "no padding": (RENAMED_PAD, "the vocabulary of FOLDER has no <pad>, which every model needs"),
     "one id twice": (
         setting("be", 7, "vocab.json"),
-        "has id 7: it must be its own, and one of the 480 rows of the model",
+        "has id 7: it must be unique, and one of the 480 rows of the model",
     ),
     "another padding": (setting("pad_token_id", 7), "config.json: pad_token_id is 7, and in"),
     "another end": (setting("eos_token_id", 9), "config.json: eos_token_id is 9, and in"),
@@ -178,7 +181,9 @@ def test_sizes_that_would_fill_the_memory_are_refused_before_they_do(good: Path,
     for name in ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "max_position_embeddings"):
         folder = Path(shutil.copytree(good, tmp_path / name))
         setting(name, 2**30)(folder)
-        with pytest.raises(CheckpointError, match=r"weights or more, and all files of safetensors have [\d,]+ bytes: "):
+        with pytest.raises(
+            CheckpointError, match=r"weights or more, but the safetensors files together have [\d,]+ bytes: "
+        ):
             read_model(folder, tmp_path / "run")
 
 
@@ -298,7 +303,7 @@ def test_a_tokenizer_without_languages_is_refused(tmp_path: Path) -> None:
         "tokenizer.json",
         lambda found: found.update(added_tokens=[each for each in found["added_tokens"] if "_" not in each["content"]]),
     )(folder)
-    with pytest.raises(CheckpointError, match="the tokenizer has no tags of languages"):
+    with pytest.raises(CheckpointError, match="the tokenizer has no language tags"):
         read_model(folder, tmp_path / "run", "eng_Latn", "deu_Latn")
 
 
