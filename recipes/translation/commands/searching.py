@@ -34,8 +34,8 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         "--constraints",
         metavar="FILE",
         type=path,
-        help="words or phrases that each translation must contain, separated by tabs: a line, "
-        "perhaps empty, for each sentence; --beam 10 or more is advised",
+        help="words or phrases that each translation must contain, separated by tabs: a line, perhaps empty, for each "
+        "sentence; --beam 10 or more is advised",
     )
     add(search, "--ensemble")
     search.add_argument(

@@ -198,8 +198,7 @@ def check_length(name: str, given: int, most: int | None) -> None:
     if most is not None and given > most:
         raise ConfigError(
             f"{name} is {given}, but the model has learned positions for {most} subwords besides start and end "
-            "symbols: "
-            f"set it to {most} or less"
+            f"symbols: set it to {most} or less"
         )
 
 

@@ -194,8 +194,7 @@ def quoted_cell_error(where: str, cell: str) -> DataError:
     """Return the error for a cell that is quoted."""
     return DataError(
         f"{where} is quoted as pandas and csv do it ({shorten(cell)}), but here quotes in tsv are text: write JSON "
-        "lines "
-        "instead, as with frame.to_json('pairs.jsonl', orient='records', lines=True, force_ascii=False)"
+        "lines instead, as with frame.to_json('pairs.jsonl', orient='records', lines=True, force_ascii=False)"
     )
 
 

@@ -63,8 +63,7 @@ def lost_settings(decoding: DecodingConfig, text: ModelText, to: str) -> Iterato
     if to == "ctranslate2":
         yield (
             f"decoding.beam {decoding.beam}, max_length and the like: `translate --engine ctranslate2` applies them; "
-            "your "
-            f"own program must pass beam_size={decoding.beam}, max_decoding_length={decoding.max_length}"
+            f"your own program must pass beam_size={decoding.beam}, max_decoding_length={decoding.max_length}"
         )
     if to == "hf":
         yield (

@@ -117,15 +117,14 @@ def _check(model: Any, report: dict[str, Any], folder: Path) -> None:
     for name, there, expected in sorted(report["mismatched_keys"]):
         raise CheckpointError(
             f"{folder}: {name} is {tuple(there)}, but according to config.json it should be {tuple(expected)}: one of "
-            "the two files "
-            "belongs to another model"
+            "the two files belongs to another model"
         )
     # Earlier versions of transformers saved M2M-100's tables of sines and cosines
     left = sorted(name for name in report["unexpected_keys"] if not name.endswith("embed_positions.weights"))
     if left:
         raise CheckpointError(
-            f"{folder} has {left[0]}, and {len(left)} such weights in all, for which there is no place: it is not the "
-            "architecture that its config.json names, or it has extra parts"
+            f"{folder} has {left[0]}, which the model has no place for ({len(left)} such weights in all): it is not "
+            "the architecture that its config.json names, or it has extra parts"
         )
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         # A bias may be -inf for a token that must never come

@@ -85,7 +85,7 @@ class DataConfig:
         "Source language: its column or key in tsv, jsonl, parquet and hub data, its code in tmx, and "
         "its side of the built-in corpus.",
     )
-    target: str = setting("de", "Target language, likewise.")
+    target: str = setting("de", "Target language, given as in data.source.")
     tokenize: str = setting(
         "auto",
         f"sacreBLEU's tokeniser for BLEU: auto (by the target language; 13a for most) | {' | '.join(TOKENIZERS)}.",
@@ -213,8 +213,8 @@ class SubwordConfig:
     )
     byte_fallback: bool = setting(
         True,
-        "Spell characters that no subword contains in UTF-8 bytes, which take 256 "
-        "of the subwords; otherwise such characters are unknown.",
+        "Spell characters that no subword contains in UTF-8 bytes, which take 256 of the subwords; otherwise such "
+        "characters are unknown.",
     )
     kind: str = setting(
         "unigram", " | ".join(f"{name} ({kind.help})" for name, kind in KINDS.items()) + ".", choices=tuple(KINDS)

@@ -197,8 +197,7 @@ class TrainingConfig:
     start_from: str = setting(
         "",
         "Begin with the weights and subwords of another run (its best model), or of a checkpoint folder; the data may "
-        "differ. A Transformer with fewer layers begins with some of the other's. Empty begins with "
-        "random weights.",
+        "differ. A Transformer with fewer layers begins with some of the other's. Empty begins with random weights.",
         path=True,
     )
     freeze: tuple[str, ...] = setting(

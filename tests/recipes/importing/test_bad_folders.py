@@ -126,7 +126,7 @@ BAD: dict[str, tuple[Damage, str]] = {
     "a missing weight": (tensors(lambda found: found.__delitem__(NORM)), f"has no weight {NORM}"),
     "one weight too many": (
         tensors(lambda found: found.update({"model.adapter.weight": torch.ones(2)})),
-        "has model.adapter.weight, and 1 such weights in all",
+        "has model.adapter.weight, which the model has no place for (1 such weights in all)",
     ),
     "a weight that is no number": (
         tensors(lambda found: found[NORM].__setitem__(3, math.nan)),
