@@ -314,7 +314,7 @@ def test_settings_of_translation_that_a_run_does_not_have_are_named(
     setting("bad_words_ids", [[9]], "generation_config.json")(folder)
     assert main(["import", str(folder), "--run", str(tmp_path / "run")]) == 0
     found = capsys.readouterr()
-    assert "generation_config.json sets bad_words_ids, repetition_penalty, which a run does not have" in found.err
+    assert "generation_config.json sets bad_words_ids, repetition_penalty, for which a run has no setting" in found.err
     assert "en to de" in found.out
 
 
@@ -331,7 +331,7 @@ def test_settings_of_translation_in_config_json_are_honoured_or_named_where_tran
     removed("generation_config.json")(folder)
     assert main(["import", str(folder), "--run", str(tmp_path / "run")]) == 0
     names = "bad_words_ids, forced_bos_token_id"
-    assert f"config.json sets {names}, which a run does not have" in capsys.readouterr().err
+    assert f"config.json sets {names}, for which a run has no setting" in capsys.readouterr().err
     decoding = load_translator(tmp_path / "run" / "best").config.decoding
     assert (decoding.beam, decoding.max_length) == (4, 16)
     assert (decoding.min_length, decoding.no_repeat_ngram) == (4, 3)
