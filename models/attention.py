@@ -101,7 +101,7 @@ def attend(query_BHQK: Tensor, lookup: KeyValues, mask: Tensor | None, causal: b
         ValueError: for a mask together with `causal`: on some devices that function ignores or refuses one of the two.
     """
     if causal and mask is not None:
-        raise ValueError("attention got a mask and causal=True: give the mask alone, combined with subsequent_mask")
+        raise ValueError("attention got a mask and causal=True: give only the mask, combined with subsequent_mask")
     batch, heads, queries, width = query_BHQK.shape
     keys = lookup.keys.size(2)
     # An exported graph must hold for any number of keys

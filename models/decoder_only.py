@@ -52,7 +52,7 @@ class DecoderOnly(EncoderDecoder):
 
     attention_read = (
         "the mean over the heads of the penultimate layer. A decoder-only model attends to source and translation at "
-        "once: shown is the part on the source, divided by its sum"
+        "once: the part on the source is shown, divided by its sum"
     )
 
     def __init__(self, decoder: Stack, embed: Embedding, generator: Generator, pad: int) -> None:

@@ -153,7 +153,7 @@ def check_search(beam: int, n_best: int, length_penalty: float, length_norm: str
     if not 1 <= n_best <= beam:
         raise ValueError(f"n_best is {n_best}, outside [1, beam {beam}]: widen the beam or ask for fewer")
     if length_penalty < 0:
-        raise ValueError(f"length_penalty is {length_penalty}, below 0: 0 has no penalty")
+        raise ValueError(f"length_penalty is {length_penalty}, below 0: 0 means no penalty")
     if length_norm not in get_args(LengthNorm):
         raise ValueError(f"length_norm is {length_norm!r}: it must be gnmt or length")
 

@@ -140,8 +140,8 @@ class ForcedPrefixes:
             check_tokens_of(f"the prefix of src[{sentence}]", prefix, task)
             if len(prefix) >= limit:
                 raise ValueError(
-                    f"the prefix of src[{sentence}] has {len(prefix)} tokens, but the sentence {limit} steps, the last "
-                    "of them for the end symbol: raise max_length"
+                    f"the prefix of src[{sentence}] has {len(prefix)} tokens, but the sentence has {limit} steps, the "
+                    "last of them for the end symbol: raise max_length"
                 )
 
     def forbid(self, logits_RV: Tensor, prefixes_RT: Tensor, sentences_R: Tensor) -> None:

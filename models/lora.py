@@ -131,7 +131,8 @@ def _projections(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
             for name, linear in module.named_children():
                 if isinstance(linear, LoraLinear):
                     raise ValueError(
-                        f"{outer}.{name} has LoRA already: train it as it is, or merge it first by without_lora(model)"
+                        f"{outer}.{name} has LoRA already: train it as it is, or merge it first with "
+                        "without_lora(model)"
                     )
                 if not isinstance(linear, nn.Linear):
                     raise ValueError(

@@ -208,7 +208,7 @@ def test_an_error_of_the_service_is_shown_and_gone_after_a_correction(
     page.locator(".model").first.wait_for()
     page.get_by_role("textbox").fill("a " * 300)
     alert = page.get_by_role("alert").first
-    sync_api.expect(alert).to_contain_text("split it into sentences, one a line", timeout=30_000)
+    sync_api.expect(alert).to_contain_text("split it into sentences, one per line", timeout=30_000)
     page.get_by_role("textbox").fill("a")
     sync_api.expect(alert).to_be_hidden(timeout=30_000)
     page.close()

@@ -171,7 +171,7 @@ def test_a_hypothesis_without_continuation_leaves_the_others_in_the_beam() -> No
         (MinimumLength(8, EOS), r"minimum length is 8, but src\[0\] has 8 steps"),
         (MinimumLength(2, 5), "rule's end symbol is 5, the search's 2"),
         (ForcedPrefixes([[3]] * 4), "4 prefixes were given for 5 sentences"),
-        (ForcedPrefixes([[3], [], [], [3] * 8, []]), r"prefix of src\[3\] has 8 tokens, but the sentence 8 steps"),
+        (ForcedPrefixes([[3], [], [], [3] * 8, []]), r"prefix of src\[3\] has 8 tokens, but the sentence has 8 steps"),
         (ForcedPrefixes([[], [7], [], [], []]), r"prefix of src\[1\] contains token 7, outside the vocabulary of 7"),
         (ForcedPrefixes([[], [], [-1], [], []]), "token -1, outside the vocabulary"),
         *((ForcedPrefixes([[], [], [], [], [3, it]]), "padding, start or end symbol") for it in (PAD, BOS, EOS)),

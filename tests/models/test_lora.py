@@ -171,7 +171,7 @@ def test_lora_is_added_once_and_to_plain_projections_alone() -> None:
     adapted, strange = with_lora(small_transformer(), 2, 16.0), small_transformer()
     strange.encoder.layers[0].feed_forward.outer = nn.Identity()
     for model, said in (
-        (adapted, r"self_attention.query has LoRA already: train it as it is, or merge it first by without_lora"),
+        (adapted, r"self_attention.query has LoRA already: train it as it is, or merge it first with without_lora"),
         (strange, r"feed_forward.outer is a Identity, not an nn.Linear: add LoRA to a whole model"),
     ):
         before = [(name, id(tensor), tensor.requires_grad) for name, tensor in model.named_parameters()]

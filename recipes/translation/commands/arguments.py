@@ -92,7 +92,8 @@ SHARED: dict[str, dict[str, Any]] = {
     "--run": {"metavar": "FOLDER", "type": path, "default": "runs/demo", "help": "the run (default: runs/demo)"},
     "--checkpoint": {
         "choices": ("best", "last", "averaged"),
-        "help": "the model of the best validation, the newest, or what the command average made (default: best)",
+        "help": "the model with the best validation, the newest one, or the one that the command average made "
+        "(default: best)",
     },
     "--ensemble": {
         "metavar": "FOLDER",
@@ -103,7 +104,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "--tokenize": {
         "metavar": "NAME",
         "help": "sacreBLEU's tokeniser: 13a, intl, char, zh, ...; none for text that is already tokenised (default: "
-        "the setting data.tokenize, which follows the target language; for files alone, by their script)",
+        "the setting data.tokenize, which follows the target language; without a run, the script of the files)",
     },
 }
 """Options that several commands have."""
@@ -194,7 +195,7 @@ def unsaved_settings(run: Path, given: Mapping[str, object]) -> Mapping[str, obj
         return begun
     if of_other_data(run / "subwords", Corpora(load_config(None, given))):
         raise ConfigError(
-            f"{run} has no checkpoint yet, and its subwords were made from other data than the built-in corpus, which "
+            f"{run} has no checkpoint yet, and its subwords were made from data other than the built-in corpus, which "
             "is the default: give the settings of the run again, with --config or as options"
         )
     return {}
@@ -257,7 +258,7 @@ def checkpoint_folder(run: str, checkpoint: str | None) -> Path:
     named = Path(run)
     if checkpoint and whole_folder(named) and named.resolve().name != checkpoint:
         raise ConfigError(
-            f"{named} is the folder of one model, where --checkpoint {checkpoint} has nothing to choose: name "
+            f"{named} is the folder of a single model, so --checkpoint {checkpoint} has nothing to choose from: name "
             "the run it is in, or leave --checkpoint out"
         )
     folder = model_folder(named, checkpoint or "best")
@@ -338,5 +339,5 @@ def note_outdated_average(run: str, checkpoint: str | None) -> None:
     of = field_in(averaged / "model.json", "averaged_steps") or [0]
     step = field_in(last / "model.json", "step") or 0
     if step > of[-1]:
-        note = f"{averaged} is of models up to step {of[-1]:,}, and {last} is of step {step:,}: average them again"
+        note = f"{averaged} averages models up to step {of[-1]:,}, but {last} is from step {step:,}: average again"
         print(f"[averaged] {note}", file=sys.stderr)

@@ -47,20 +47,21 @@ def evaluate(argv: Sequence[str]) -> int:
     add(parser, "--processes", "--run", "--checkpoint")
     add_decoding_options(parser)
     add(parser, "--ensemble")
-    parser.add_argument("--split", choices=("valid", "test"), help="which data of the run (default: test)")
+    parser.add_argument("--split", choices=("valid", "test"), help="which data of the run to use (default: test)")
     add(parser, "--tokenize")
     parser.add_argument(
-        "--hypotheses", metavar="FILE", type=path, help="translations, one a line, to score without a model"
+        "--hypotheses", metavar="FILE", type=path, help="translations, one per line, to score without a model"
     )
     parser.add_argument(
-        "--sources", metavar="FILE", type=path, help="sentences to translate, one a line, in place of the run's data"
+        "--sources", metavar="FILE", type=path, help="sentences to translate, one per line, in place of the run's data"
     )
-    parser.add_argument("--references", metavar="FILE", type=path, help="reference translations, one a line")
+    parser.add_argument("--references", metavar="FILE", type=path, help="reference translations, one per line")
     parser.add_argument(
         "--metric-command",
         metavar="COMMAND",
-        help="also score by this program, such as COMET's: it may name files, {sources} {translations} {references}, "
-        "or gets a line of JSON for each sentence, and writes a number for each",
+        help="also score with this program, such as COMET's: the command may name files, {sources} "
+        "{translations} {references}; otherwise the program reads a line of JSON for each sentence. "
+        "It writes a number for each",
     )
     options = parser.parse(argv)
     _check_files(parser, options)
@@ -139,9 +140,9 @@ def compare(argv: Sequence[str]) -> int:
         "--references",
         metavar="FILE",
         type=path,
-        help="reference translations, one a line (default: those of the runs' data)",
+        help="reference translations, one per line (default: those of the runs' data)",
     )
-    parser.add_argument("--split", choices=("valid", "test"), help="which data of the runs (default: test)")
+    parser.add_argument("--split", choices=("valid", "test"), help="which data of the runs to use (default: test)")
     add(parser, "--tokenize")
     options = parser.parse(argv)
     if len(options.systems) < 2:
@@ -169,7 +170,7 @@ def _check_files(parser: OneLineParser, options: argparse.Namespace) -> None:
     given = [name for name in of_model if getattr(options, name) != parser.get_default(name)]
     if options.hypotheses and given:
         parser.error(
-            f"{as_option(given[0])} belongs to a model, and --hypotheses are translations already: leave it out"
+            f"{as_option(given[0])} is for a model, but --hypotheses names finished translations: leave it out"
         )
     for name in ("hypotheses", "sources"):
         if getattr(options, name) and not options.references:
@@ -179,7 +180,7 @@ def _check_files(parser: OneLineParser, options: argparse.Namespace) -> None:
     if options.references and not (options.hypotheses or options.sources):
         parser.error("--references go together with --hypotheses, or with --sources for a model to translate")
     if options.split and options.references:
-        parser.error("--split is data of the run, and --references are a file; give one of them")
+        parser.error("--split chooses data of the run, but --references names a file: give one of them")
 
 
 def report(argv: Sequence[str]) -> int:
@@ -199,7 +200,7 @@ def report(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     named, *others = runs_of(parser, options)
     if others:
-        parser.error(f"name one run; got {1 + len(others)}; the command compare has the scores of several")
+        parser.error(f"name one run; got {1 + len(others)}; the command compare shows the scores of several")
     run = Path(named)
     output = run / "report.html"
     if options.output:

@@ -72,7 +72,7 @@ def export(argv: Sequence[str]) -> int:
     note_outdated_average(options.run, options.checkpoint)
     check_output(folder, "--out", reads=[str(checkpoint)])
     if folder.is_dir() and any(folder.iterdir()) and not (folder / MANIFEST).is_file():
-        raise ConfigError(f"--out: {folder} is not empty and is no export, so it was not made here: name another")
+        raise ConfigError(f"--out: {folder} is not empty and is not an export: name another folder")
     with join_ranks(LayoutConfig().timeout) as ranks:
         ranks.run_on_main(lambda: write(folder, checkpoint, options))
         for line in ranks.run_on_main(lambda: lost_settings_in(checkpoint, options.to)):
@@ -110,7 +110,7 @@ def facts_of(saved: SavedModel, checkpoint: Path) -> dict[str, Any]:
 
     facts = load_facts(checkpoint)
     if weights_digest(checkpoint) != saved.digest:
-        raise CheckpointError(f"training has replaced {checkpoint} while it was exported: export it again")
+        raise CheckpointError(f"training replaced {checkpoint} while it was being exported: export it again")
     return facts
 
 
@@ -131,7 +131,9 @@ def import_(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--source", metavar="LANGUAGE", default="", help="the language to translate from, as the model calls it"
     )
-    parser.add_argument("--target", metavar="LANGUAGE", default="", help="the language to translate to, likewise")
+    parser.add_argument(
+        "--target", metavar="LANGUAGE", default="", help="the language to translate to, as the model calls it"
+    )
     options = parser.parse(argv)
     require("transformers")
 
@@ -144,8 +146,8 @@ def import_(argv: Sequence[str]) -> int:
     translator = imported.translator
     if imported.ignored:
         print(
-            f"[import] {imported.settings_file} sets {', '.join(imported.ignored)}, which a run does not have: see the "
-            f"options of {PROGRAM} translate",
+            f"[import] {imported.settings_file} sets {', '.join(imported.ignored)}, for which a run has no setting: "
+            f"see the options of {PROGRAM} translate",
             file=sys.stderr,
         )
     if imported.searches_on:

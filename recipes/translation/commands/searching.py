@@ -25,14 +25,17 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
     search.add_argument("--n-best", metavar="N", type=count, help="print the N best translations of each sentence")
     search.add_argument("--scores", action="store_true", help="print each translation's score and log-probability")
     search.add_argument(
-        "--prefixes", metavar="FILE", type=path, help="how each translation begins: a line for each sentence, or empty"
+        "--prefixes",
+        metavar="FILE",
+        type=path,
+        help="how each translation begins: a line, perhaps empty, for each sentence",
     )
     search.add_argument(
         "--constraints",
         metavar="FILE",
         type=path,
-        help="words or phrases that each translation must contain: a line for each sentence, separated by tabs, or "
-        "empty; --beam 10 or more is advised",
+        help="words or phrases that each translation must contain, separated by tabs: a line, perhaps empty, for each "
+        "sentence; --beam 10 or more is advised",
     )
     add(search, "--ensemble")
     search.add_argument(
@@ -45,8 +48,8 @@ def add_search_options(parser: argparse.ArgumentParser) -> None:
         "--metric-command",
         metavar="COMMAND",
         help="of the translations of --n-best or --sample, print the one that this program scores best, such as "
-        "CometKiwi; it is run as by evaluate, without references. With --mbr command, with each of the others as the "
-        "reference",
+        "CometKiwi; it is run as evaluate runs it, but without references; with --mbr command, each of the other "
+        "translations is the reference",
     )
     search.add_argument(
         "--alignments",
@@ -114,11 +117,11 @@ def clashing(options: argparse.Namespace) -> str | None:
             "one of them out"
         )
     if options.mbr == "command" and options.metric_command is None:
-        return "--mbr command is by the program that --metric-command names: add it"
+        return "--mbr command needs the program that --metric-command names: add it"
     if options.mbr in ("chrf", "bleu") and options.metric_command is not None:
-        return f"--mbr {options.mbr} uses no --metric-command: leave one of them out, or write --mbr command"
+        return f"--mbr {options.mbr} does not use --metric-command: leave one of them out, or write --mbr command"
     if options.alignments and (options.scores or (many and not choosing)):
-        return "--alignments are those of one translation of each sentence: leave out --n-best, --sample and --scores"
+        return "--alignments is for one translation of each sentence: leave out --n-best, --sample and --scores"
     return None
 
 
@@ -178,8 +181,8 @@ def loaded_ensemble(options: argparse.Namespace, ranks: Ranks) -> Iterator[tuple
             # Which is no less than decoding.max_length
             if other.positions is not None and other.positions < first.text.longest:
                 raise ConfigError(
-                    f"{run} has learned positions for {other.positions} subwords, and {options.run} reads and writes "
-                    f"up to {first.text.longest}: name {run} by --run, and the other by --ensemble"
+                    f"{run} has learned positions for {other.positions} subwords, but {options.run} reads and writes "
+                    f"up to {first.text.longest}: name {run} with --run, and the other with --ensemble"
                 )
         digests = (*first.digests, *(digest for other in others for digest in other.digests))
         yield replace(first, others=tuple(other.model for other in others), digests=digests), searching
@@ -196,6 +199,6 @@ def check_same_subwords(run: str, first: Translator, other_run: str, other: Tran
     for name, (here, there) in facts.items():
         if here != there:
             raise CheckpointError(
-                f"--ensemble {other_run} has other {name} than {run}: the models of an ensemble share their subwords, "
-                "as runs with the same data and settings of subwords do"
+                f"--ensemble {other_run} differs from {run} in its {name}: the models of an ensemble share their "
+                "subwords, as runs with the same data and subword settings do"
             )

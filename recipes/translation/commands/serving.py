@@ -51,7 +51,7 @@ def serve(argv: Sequence[str]) -> int:
     )
     add_decoding_options(parser)
     parser.add_argument("--host", metavar="ADDRESS", default="127.0.0.1", help=HOST_HELP)
-    parser.add_argument("--port", metavar="N", type=port, default=5000, help="0 takes one that is free (default: 5000)")
+    parser.add_argument("--port", metavar="N", type=port, default=5000, help="0 picks a free one (default: 5000)")
     options = parser.parse(argv)
     runs = runs_of(parser, options)
     if "RANK" in os.environ:

@@ -97,7 +97,7 @@ def train(argv: Sequence[str]) -> int:
     start.add_argument(
         "--dry-run",
         action="store_true",
-        help="do all that comes before the first update, and say what the training will cost in memory and hours",
+        help="do everything that comes before the first update, and say what training will cost in memory and hours",
     )
     parser.add_argument(
         "--insist",
@@ -194,7 +194,7 @@ def average(argv: Sequence[str]) -> int:
     with join_ranks(LayoutConfig().timeout) as ranks:
         made = ranks.run_on_main(lambda: average_models(Path(options.run), options.last))
         steps = ", ".join(f"{step:,}" for step in made)
-        print(f"[average] {Path(options.run) / 'averaged'} is the average of {len(made)} models, of the steps {steps}")
+        print(f"[average] {Path(options.run) / 'averaged'} is the average of {len(made)} models, from steps {steps}")
         print(f"[average] {ranks.run_on_main(lambda: compare_with_best(Path(options.run)))}")
     return 0
 

@@ -51,7 +51,7 @@ def translate(argv: Sequence[str]) -> int:
     """
     parser = parser_of(translate)
     parser.add_argument("sentences", nargs="*", metavar="SENTENCE", help="a sentence, in quotes; any number of them")
-    parser.add_argument("--file", metavar="FILE", type=path, help="a text file, one sentence a line")
+    parser.add_argument("--file", metavar="FILE", type=path, help="a text file, one sentence per line")
     parser.add_argument(
         "--engine",
         choices=("torch", "ctranslate2"),
@@ -112,7 +112,10 @@ def is_typing(options: argparse.Namespace, ranks: Ranks) -> bool:
     if not sys.stdin.isatty():
         return False
     if ranks.world > 1:
-        raise ConfigError("sentences can be typed to one process only; give several processes words, --file or a pipe")
+        raise ConfigError(
+            "sentences can be typed into one process only: give several processes their sentences as arguments, "
+            "with --file or through a pipe"
+        )
     if options.prefixes or options.constraints or options.alignments:
         raise ConfigError(
             "--prefixes, --constraints and --alignments have a line for each sentence: give sentences or --file"

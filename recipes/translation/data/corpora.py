@@ -250,12 +250,12 @@ class Corpora:
         for name, corpus in self.config.corpora.items():
             if not name or "/" in name or "\0" in name:
                 raise ConfigError(
-                    f"corpora has the name {name!r}, which would be part of files' names: use one without /"
+                    f"corpora has the name {name!r}, which would become part of file names: use one without /"
                 )
             if only_held_out(corpus) and corpus.weight != 1:
                 raise ConfigError(
-                    f"corpora.{name}.weight is {corpus.weight:g}, but corpora.{name} has no train, whose share of an "
-                    "epoch it would be: leave it out"
+                    f"corpora.{name}.weight is {corpus.weight:g}, but corpora.{name} has no train for it to weight: "
+                    "leave it out"
                 )
         for each in self.all_held_out:
             each.pairs  # noqa: B018  (reads them)
@@ -266,7 +266,8 @@ class Corpora:
         targets = list(dict.fromkeys(corpus.data.target for corpus in self.training))
         if config.data.language_tags and config.data.target not in targets:
             raise ConfigError(
-                f"data.target is {config.data.target}, into which translate would translate, but no corpus does: set "
+                f"data.target is {config.data.target}, the language that translate translates into, but no corpus has "
+                "it as its target: set "
                 f"it to {' or '.join(targets)}"
             )
         for corpus in self.training:
@@ -290,7 +291,7 @@ class Corpora:
                 raise ConfigError(
                     f"no corpus of corpora ({', '.join(config.corpora)}) has train: name its training files"
                 )
-            raise ConfigError(f"every weight of corpora ({', '.join(names)}) is 0: give one of them more")
+            raise ConfigError(f"every weight of corpora ({', '.join(names)}) is 0: raise one of them")
         return [
             dataclasses.replace(self._of_section(name, "train"), weight=config.corpora[name].weight) for name in names
         ]

@@ -197,8 +197,8 @@ def check_length(name: str, given: int, most: int | None) -> None:
     """Raise ConfigError for a setting, the most subwords of a sentence, above what a model has (`most_subwords`)."""
     if most is not None and given > most:
         raise ConfigError(
-            f"{name} is {given}, but the model has learned positions for {most} subwords beside start and end symbols: "
-            f"set it to {most} or less"
+            f"{name} is {given}, but the model has learned positions for {most} subwords besides start and end "
+            f"symbols: set it to {most} or less"
         )
 
 
@@ -217,6 +217,6 @@ def check_positions(lengths: Mapping[str, int], sizes: Sizes, corpus: Corpus) ->
             if found.max() > most:
                 raise DataError(
                     f"{valid.held_out.setting}: the {side} of pair {int(found.argmax()) + 1:,} has "
-                    f"{int(found.max()):,} subwords, and the model has learned positions for {most:,}: split the "
+                    f"{int(found.max()):,} subwords, but the model has learned positions for {most:,}: split the "
                     "sentence, or leave it out"
                 )

@@ -44,7 +44,7 @@ def check_sides(setting: str, data: DataConfig, paths: list[Path]) -> None:
         ours = re.split("[-_]", language)[0].lower()
         if ending and len(ours) == 2 and ending != ours:
             raise DataError(
-                f"{setting} names {path} as {side}, and {section}.{side} is {language}, not {ending}: name the file of "
+                f"{setting} names {path} as {side}, but {section}.{side} is {language}, not {ending}: name the file of "
                 f"{data.source} first, or set {section}.source and {section}.target to the files' languages; {WAY}"
             )
 

@@ -55,7 +55,7 @@ def prepare(corpora: Corpora) -> tuple[Subwords, Subwords]:
         if not config.subwords.model and len(model) < config.subwords.vocab_size:
             print(
                 f"[prepare] {name}: {len(model):,} subwords, fewer than subwords.vocab_size "
-                f"{config.subwords.vocab_size:,}: the text has no more",
+                f"{config.subwords.vocab_size:,}: the text yields no more",
                 flush=True,
             )
     return models[names[0]], models[names[1]]

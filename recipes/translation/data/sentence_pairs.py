@@ -87,7 +87,7 @@ def each_training_pair(
     if dropped == rules.read:
         if rules.removed[EMPTY] == dropped:
             raise DataError(f"data.train has no pair with text on both sides ({dropped:,} pairs read)")
-        raise DataError(f"the rules of cleaning leave no pair of data.train: {rules}")
+        raise DataError(f"the cleaning rules leave no pair of data.train: {rules}")
 
 
 def _read_split(data: DataConfig, split: Split, hashes: Hashes | None = None) -> Iterable[Pair]:
@@ -193,8 +193,8 @@ SPOKEN = re.compile('"[^"]*"')
 def quoted_cell_error(where: str, cell: str) -> DataError:
     """Return the error for a cell that is quoted."""
     return DataError(
-        f"{where} is quoted as by pandas or csv ({shorten(cell)}), and in tsv quotes are text here: write JSON lines "
-        "instead, as with frame.to_json('pairs.jsonl', orient='records', lines=True, force_ascii=False)"
+        f"{where} is quoted as pandas and csv do it ({shorten(cell)}), but here quotes in tsv are text: write JSON "
+        "lines instead, as with frame.to_json('pairs.jsonl', orient='records', lines=True, force_ascii=False)"
     )
 
 
@@ -334,8 +334,8 @@ def _lines(path: Path, purpose: str, hashes: Hashes | None) -> Iterator[str]:
     for line in each_line(path, hashes):
         if empty and (found := DOCUMENT.match(line)):
             raise DataError(
-                f"{path} is not one sentence a line but a document of markup, as {found[0].strip()} says: take the "
-                "sentences out first (docs/data.md)"
+                f"{path} is not one sentence per line but a markup document, as {found[0].strip()} shows: extract the "
+                "sentences first (docs/data.md)"
             )
         empty = False
         yield line

@@ -57,7 +57,7 @@ def names_of(data: DataConfig, split: Split) -> tuple[str, ...]:
     if len(names) != needed:
         way = ""
         if split == "valid" and not names:
-            way = "; without such data, hold some hundred pairs back from the training data"
+            way = "; without such data, hold a few hundred pairs back from the training data"
         elif split == "test" and not names:
             way = "; without a test set, evaluate --split valid scores the validation data"
         raise DataError(

@@ -246,7 +246,7 @@ def digests_of(folder: Path) -> dict[str, str]:
 
 def damaged_store_error(folder: Path, reason: str) -> DataError:
     """Return the error for a store whose files are not those that were written."""
-    return DataError(f"{folder} is damaged ({reason}): remove it, and it is made again")
+    return DataError(f"{folder} is damaged ({reason}): remove it, and it will be made again")
 
 
 def write_store(

@@ -150,7 +150,7 @@ def write_ids(
         said = form.lines("data", "target sentences are learned")
         said += [
             f"[data] {unknown[side]:,} of {counts[side]:,} {name} subwords are unknown: the model reads, or learns to "
-            "write, one and the same in place of all of them"
+            "write, the same symbol in place of all of them"
             for side, name in enumerate(SIDES)
             if unknown[side]
         ]

@@ -68,8 +68,8 @@ def write(saved: SavedModel, folder: Path) -> None:
         prefix, suffix, start = side.symbols
         if prefix or suffix != (EOS,) or len(start) > 1:
             raise ConfigError(
-                f"the subwords are those of an imported model with language tags, which no model of transformers like "
-                f"model.preset {saved.config.model.preset} has: export it --to ctranslate2 or safetensors"
+                "the subwords are those of an imported model with language tags, which transformers does not have "
+                f"for models like model.preset {saved.config.model.preset}: export it --to ctranslate2 or safetensors"
             )
     with torch.device("meta"):
         model = empty_model(saved)

@@ -51,28 +51,28 @@ def lost_settings(decoding: DecodingConfig, text: ModelText, to: str) -> Iterato
         return
     penalty = length_penalty_there(decoding)
     if decoding.beam > 1 and decoding.length_penalty and (to != "hf" or decoding.length_norm == "gnmt"):
-        nearest = f"nearest is length_penalty {penalty:g}, at translations of {USUAL_LENGTH} subwords"
+        nearest = f"the nearest is length_penalty {penalty:g}, at translations of {USUAL_LENGTH} subwords"
         if decoding.length_norm == "length":
             nearest = f"pass length_penalty {penalty:g}"
         where = {
-            "hf": f"{nearest}, which generation_config.json has",
-            "ctranslate2": f"`translate --engine ctranslate2` has it; in your own program {nearest}",
-            "onnx": "ONNX Runtime has no search: yours divides by it",
+            "hf": f"{nearest}, which is in generation_config.json",
+            "ctranslate2": f"`translate --engine ctranslate2` applies it; in your own program {nearest}",
+            "onnx": "ONNX Runtime has no search: your own must divide by it",
         }
         yield f"decoding.length_penalty {decoding.length_penalty:g} ({decoding.length_norm}): {where[to]}"
     if to == "ctranslate2":
         yield (
-            f"decoding.beam {decoding.beam}, max_length and the like: `translate --engine ctranslate2` has them; your "
-            f"own program passes beam_size={decoding.beam}, max_decoding_length={decoding.max_length}"
+            f"decoding.beam {decoding.beam}, max_length and the like: `translate --engine ctranslate2` applies them; "
+            f"your own program must pass beam_size={decoding.beam}, max_decoding_length={decoding.max_length}"
         )
     if to == "hf":
         yield (
-            f"decoding.max_ratio {decoding.max_ratio:g}: transformers has no limit by the source's length; max_length "
-            f"{decoding.max_length:,} alone ends a translation"
+            f"decoding.max_ratio {decoding.max_ratio:g}: transformers has no limit by the source's length; only "
+            f"max_length {decoding.max_length:,} ends a translation"
         )
     if to == "onnx":
-        yield f"decoding.beam {decoding.beam}, max_ratio {decoding.max_ratio:g}: the search is your program's"
+        yield f"decoding.beam {decoding.beam}, max_ratio {decoding.max_ratio:g}: your program does the search"
     if text.lowercase:
-        yield "subwords.lowercase true: your program lower-cases each sentence"
+        yield "subwords.lowercase true: your program must lower-case each sentence"
     if text.tags:
-        yield "tags: your program puts the tag before each sentence, as in training"
+        yield "tags: your program must put the tag before each sentence, as in training"

@@ -57,7 +57,7 @@ def write_multilingual_tokenizer(saved: SavedModel, ids: Sequence[int], folder: 
     other = [name for number, name in enumerate(names) if name in known and known[name] != number]
     if other or not set(tags) <= known.keys():
         raise ConfigError(
-            f"{type(found).__name__} of transformers gives {(other or tags)[0]} another id than the model has: only "
+            f"{type(found).__name__} of transformers gives {(other or tags)[0]} a different id from the model: only "
             "models with the published languages are exported to hf; export it --to ctranslate2 or safetensors"
         )
 

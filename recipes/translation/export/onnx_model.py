@@ -61,7 +61,7 @@ def write(saved: SavedModel, folder: Path) -> None:
     if (sizes.architecture, sizes.activation) != ("vaswani", "relu"):
         raise ConfigError(
             f"model.preset {saved.config.model.preset} has the architecture {sizes.architecture} with activation "
-            f"{sizes.activation}; as ONNX only vaswani with relu is exported"
+            f"{sizes.activation}; only vaswani with relu can be exported to ONNX"
         )
     if not saved.source.symbols == saved.target.symbols == ORDINARY:
         raise ConfigError(

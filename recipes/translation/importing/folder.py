@@ -70,8 +70,8 @@ def check_room(folder: Path, config: Any) -> None:
     rows = config.vocab_size + config.max_position_embeddings + layer * (config.encoder_layers + config.decoder_layers)
     if config.d_model * rows > there + ROOM:
         raise CheckpointError(
-            f"{folder}: by config.json the model has {config.d_model * rows:,} weights or more, and all files of "
-            f"safetensors have {there:,} bytes: a file is missing, or belongs to another model"
+            f"{folder}: according to config.json the model has {config.d_model * rows:,} weights or more, but the "
+            f"safetensors files together have {there:,} bytes: a file is missing, or belongs to another model"
         )
 
 
@@ -113,18 +113,18 @@ def read_weights(folder: Path, config: Any) -> Any:
 
 def _check(model: Any, report: dict[str, Any], folder: Path) -> None:
     for name in sorted(report["missing_keys"]):
-        raise CheckpointError(f"{folder} has no weight {name}, which its config.json promises")
+        raise CheckpointError(f"{folder} has no weight {name}, which its config.json calls for")
     for name, there, expected in sorted(report["mismatched_keys"]):
         raise CheckpointError(
-            f"{folder}: {name} is {tuple(there)}, and by config.json it is {tuple(expected)}: one of the two files "
-            "belongs to another model"
+            f"{folder}: {name} is {tuple(there)}, but according to config.json it should be {tuple(expected)}: one of "
+            "the two files belongs to another model"
         )
     # Earlier versions of transformers saved M2M-100's tables of sines and cosines
     left = sorted(name for name in report["unexpected_keys"] if not name.endswith("embed_positions.weights"))
     if left:
         raise CheckpointError(
-            f"{folder} has {left[0]}, and {len(left)} such weights in all, for which there is no place: it is not the "
-            "architecture that its config.json names, or it has extra parts"
+            f"{folder} has {left[0]}, which the model has no place for ({len(left)} such weights in all): it is not "
+            "the architecture that its config.json names, or it has extra parts"
         )
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         # A bias may be -inf for a token that must never come

@@ -32,14 +32,14 @@ def sizes_of(config: Any, where: str) -> TransformerConfig:
     assert isinstance(preset, TransformerConfig)
     if not config.scale_embedding:
         raise CheckpointError(
-            f"{where}: scale_embedding is false, and the models here multiply token vectors by the square root of "
+            f"{where}: scale_embedding is false, but the models here multiply token vectors by the square root of "
             "d_model, as all published ones do"
         )
     for name in ("ffn_dim", "attention_heads"):
         encoder, decoder = (getattr(config, f"{side}_{name}") for side in ("encoder", "decoder"))
         if encoder != decoder:
             raise CheckpointError(
-                f"{where}: encoder_{name} is {encoder}, decoder_{name} {decoder}; here both sides have the same"
+                f"{where}: encoder_{name} is {encoder}, decoder_{name} {decoder}; here both sides must have the same"
             )
     lengths = preset.max_positions
     if ARCHITECTURES[preset.architecture].positions == "learned":

@@ -64,7 +64,7 @@ def our_tokenizer(folder: Path, config: Any, start: int | None, languages: tuple
         named = (_check_language(languages[0], "source", tags), _check_language(languages[1], "target", tags))
         theirs.src_lang, theirs.tgt_lang = named
     else:
-        raise CheckpointError(f"{folder}: its tokenizer is a {type(theirs).__name__}, not one of these models'")
+        raise CheckpointError(f"{folder}: its tokenizer is a {type(theirs).__name__}, not that of one of these models")
     _check_symbols(config, target)
     source_ids = order_of(source)
     target_ids = order_of(target)
@@ -151,7 +151,7 @@ def _check_language(language: str, side: str, tags: Mapping[str, str]) -> str:
     if language in tags:
         return language
     if not tags:
-        raise CheckpointError("the tokenizer has no tags of languages among its added tokens: it is another model's")
+        raise CheckpointError("the tokenizer has no language tags among its added tokens: it belongs to another model")
     near = difflib.get_close_matches(language, tags, n=3) or list(tags)[:3]
     given = f"{language!r} is not a language of this model"
     if not language:
@@ -183,7 +183,7 @@ def order_of(vocabulary: Vocabulary) -> list[int]:
     for name, each in ids.items():
         if type(each) is not int or not 0 <= each < size or names[each] != name:
             raise CheckpointError(
-                f"the vocabulary of {vocabulary.where}: {name} has id {each!r}: it must be its own, and one of the "
+                f"the vocabulary of {vocabulary.where}: {name} has id {each!r}: it must be unique, and one of the "
                 f"{size:,} rows of the model's embedding"
             )
     if lacking := sorted({vocabulary.special[each] for each in ("pad", "unk", "eos")} - ids.keys()):

@@ -165,7 +165,7 @@ def _memory(run: RunRecords) -> Chart:
     for place, device in enumerate(devices):
         points = [(step, memory[device] / 2**30) for step, memory in found if is_number(memory.get(device))]
         series.append(Series(device, *thin_points(points), place, points=True))
-    caption = "By device, since training began or went on. cpu: the resident set of a process; cuda: allocated tensors."
+    caption = "By device, since training began or resumed. cpu: the resident set of a process; cuda: allocated tensors."
     none = "No memory is recorded: it is measured at each validation (resources.jsonl)."
     return _chart("Peak memory (GiB)", caption, series, none, legend=True)
 

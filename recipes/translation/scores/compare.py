@@ -115,8 +115,8 @@ def compare(
     for one in found:
         if len(one.translations) != len(expected):
             raise DataError(
-                f"{one.name} has {len(one.translations):,} translations, and the test set {len(expected):,} sentences: "
-                "compare translations of the same test set"
+                f"{one.name} has {len(one.translations):,} translations, but the test set has {len(expected):,} "
+                "sentences: compare translations of the same test set"
             )
     configs = [one.config for one in found if one.config is not None]
     language = ""
@@ -163,13 +163,13 @@ def _system(name: str, split: HeldOutSplit) -> System:
     scores = path / f"{split}.scores.json"
     by = model_with(path, noted_digest(scores, "weights", 0))
     if not by:
-        raise DataError(f"{file} was not translated by a model that {name} has now: {again}, or name the file itself")
+        raise DataError(f"{file} was not translated by any model that {name} has now: {again}, or name the file itself")
     pairs = data.pairs
     # The references may have been corrected since, so all systems are scored again
     sources = noted_digest(scores, "sources", "sha256")
     if sources and sources != lines_digest(pair.source for pair in pairs):
         raise DataError(
-            f"{file} has the translations of other sentences than {data.setting} has now: {again}, or name the file "
+            f"{file} has translations of sentences other than those {data.setting} has now: {again}, or name the file "
             "itself"
         )
     if by != "best":

@@ -156,7 +156,7 @@ async def client_gone(request: Request, error: Exception) -> Response:
 
 async def failure_response(request: Request, error: Exception) -> Response:
     """Respond after an error in the service, which is printed on stderr."""
-    return error_response(500, "the service failed; its own output says how")
+    return error_response(500, "the service failed; its own output says why")
 
 
 class Guard:

@@ -97,7 +97,7 @@ class Batcher:
             return []
         waiting = sum(request.waiting for request in self._requests)
         if waiting + len(lines) > self.most:
-            message = f"{waiting:,} lines are waiting, and {len(lines):,} more would be above {self.most:,}"
+            message = f"{waiting:,} lines are waiting, and {len(lines):,} more would exceed {self.most:,}"
             raise HTTPException(503, f"{message}: try again in a moment", {"Retry-After": "1"})
         request = Request(wanted, lines, asyncio.get_running_loop().create_future())
         self._requests.append(request)

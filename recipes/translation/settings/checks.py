@@ -17,16 +17,17 @@ def check_together(config: RunConfig) -> None:
     check_subwords(config.subwords)
     cleaning = config.cleaning
     if not cleaning.metric_command:
-        why = "cleaning.metric_command names no program whose numbers these would be: name one"
+        why = "cleaning.metric_command names no program to score the pairs: name one"
         check_unset("cleaning", cleaning, ("metric_least",), why)
     elif cleaning.metric_least is None:
         raise ConfigError(
-            "cleaning.metric_command is set, but cleaning.metric_least is not: set the number below which pairs go"
+            "cleaning.metric_command is set, but cleaning.metric_least is not: set the score below which pairs are "
+            "removed"
         )
     check_decoding(config.decoding)
     training = config.training
     if not training.steps and not training.epochs:
-        raise ConfigError("training.steps is 0 and so is training.epochs: set one of them, or training has no end")
+        raise ConfigError("training.steps is 0 and so is training.epochs: set one of them, or training never ends")
     if METRICS[training.best_by].of_translations and not training.validate_bleu:
         raise ConfigError(
             f"training.best_by is {training.best_by}, but training.validate_bleu is 0: no validation translates "
@@ -41,7 +42,7 @@ def check_together(config: RunConfig) -> None:
     if training.compile and config.layout.vocab > 1:
         raise ConfigError(
             f"training.compile is true, but with layout.vocab {config.layout.vocab} the parts of a layer communicate, "
-            "which is not compiled: set layout.data or layout.shard instead, or leave training.compile out"
+            "which the recipe does not compile: set layout.data or layout.shard instead, or leave training.compile out"
         )
 
 
@@ -49,12 +50,12 @@ def check_plateau(training: TrainingConfig) -> None:
     """Raise ConfigError for settings of the plateau schedule that have no effect."""
     names = ("plateau_patience", "plateau_factor")
     if not SCHEDULES[training.schedule].by_validations:
-        why = f"training.schedule is {training.schedule}, which no validation changes: set training.schedule plateau"
+        why = f"training.schedule is {training.schedule}, which ignores validations: set training.schedule plateau"
         check_unset("training", training, names, why)
     elif 0 < training.patience <= training.plateau_patience:
         raise ConfigError(
             f"training.patience is {training.patience} and training.plateau_patience {training.plateau_patience}: the "
-            "run would end before its learning rate is reduced; set training.patience to more, or to 0"
+            "run would end before its learning rate is reduced: raise training.patience, or set it to 0"
         )
 
 
@@ -62,8 +63,8 @@ def check_decoding(decoding: DecodingConfig) -> None:
     """Raise ConfigError if translations would have to be longer than they are allowed to be."""
     if decoding.min_length >= decoding.max_length:
         raise ConfigError(
-            f"decoding.min_length is {decoding.min_length}, which leaves no translation of at most "
-            f"{decoding.max_length} steps, decoding.max_length, the last of them for the end: ask for less"
+            f"decoding.min_length is {decoding.min_length}, but a translation has at most {decoding.max_length} steps "
+            "(decoding.max_length), the last of them for the end: set it lower"
         )
 
 
@@ -74,13 +75,13 @@ def check_subwords(subwords: SubwordConfig) -> None:
     else:
         check_sampling(subwords.kind, subwords.sampling)
     if not subwords.sampling:
-        why = "subwords.sampling is 0, which draws no subwords: set subwords.sampling"
+        why = "subwords.sampling is 0, which turns sampling off: set subwords.sampling"
         check_unset("subwords", subwords, ("sampled",), why)
     capitals = [symbol for symbol in subwords.symbols if symbol != symbol.lower()]
     if subwords.lowercase and capitals:
         raise ConfigError(
-            f"subwords.symbols has {', '.join(capitals)}, but subwords.lowercase is true: such a word never occurs; "
-            "write it in lower case"
+            f"subwords.symbols contains {', '.join(capitals)}, but subwords.lowercase is true: such a word never "
+            "occurs; write it in lower case"
         )
 
 
@@ -89,8 +90,8 @@ def check_sampling(name: str, amount: float, where: str = "") -> None:
     kind = KINDS[name]
     if amount and not kind.sampling:
         raise ConfigError(
-            f"subwords.sampling is {amount:g}, but the subwords are of kind {name}{where}, which divides a text in one "
-            "way: set it to 0"
+            f"subwords.sampling is {amount:g}, but the subwords are of kind {name}{where}, which divides a text in "
+            "only one way: set it to 0"
         )
     if amount >= kind.below:
         raise ConfigError(
@@ -110,7 +111,7 @@ def check_own_model(subwords: SubwordConfig) -> None:
     names = ["train_pairs", "character_coverage", "byte_fallback"]
     if not KINDS[subwords.kind].words:
         names += ["kind", "normalization"]
-    why = f"subwords.model is {files}, which has its own: leave the file out"
+    why = f"subwords.model is {files}, which brings its own: leave the file out"
     check_unset("subwords", subwords, names, why)
 
 

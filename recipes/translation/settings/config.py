@@ -122,7 +122,7 @@ def format_of_files(setting: str, names: tuple[str, ...]) -> str | None:
     if format is None or others:
         section = setting.rpartition(".")[0]
         raise ConfigError(
-            f"{setting} ({', '.join(names)}) does not tell its format: set {section}.format (text takes two files; "
+            f"{setting} ({', '.join(names)}) does not show its format: set {section}.format (text takes two files; "
             "tsv, jsonl, tmx and parquet take one; hub takes a split name), or end the name in .tsv, .jsonl, .tmx or "
             ".parquet"
         )

@@ -51,7 +51,7 @@ KINDS = {
     ),
     "char": SubwordKind("char", "single characters"),
     "none": SubwordKind(
-        "word", "words as blanks divide them: for text that is segmented already; rare ones are unknown", words=True
+        "word", "words separated by blanks, for text that is already segmented; rare ones are unknown", words=True
     ),
 }
 """The kinds of subwords."""
@@ -65,12 +65,12 @@ class DataConfig:
         "builtin",
         "builtin | text (two line-aligned files, plain or packed) | tsv (a header line names the columns; no "
         "quoting) | jsonl | tmx | parquet | hub (a Hugging Face data set). If it is not set, the files "
-        "decide: two files are text, one file is what its name ends in, and none is builtin.",
+        "decide: two files are text, one file goes by the ending of its name, and none is builtin.",
     )
     path: str = setting(
         "",
         "Folder that relative file names below start from; ~ and ${NAME} are replaced, as in all paths. For hub: "
-        "the data set's name, with a branch, tag or commit after @, and its subset after a colon, if it has some "
+        "the data set's name, with a branch, tag or commit after @, and its subset after a colon, if it has any "
         "(wmt/wmt14:de-en, wmt/wmt14@main:de-en).",
     )
     train: tuple[str, ...] = setting(
@@ -85,7 +85,7 @@ class DataConfig:
         "Source language: its column or key in tsv, jsonl, parquet and hub data, its code in tmx, and "
         "its side of the built-in corpus.",
     )
-    target: str = setting("de", "Target language, likewise.")
+    target: str = setting("de", "Target language, given as in data.source.")
     tokenize: str = setting(
         "auto",
         f"sacreBLEU's tokeniser for BLEU: auto (by the target language; 13a for most) | {' | '.join(TOKENIZERS)}.",
@@ -105,7 +105,7 @@ class DataConfig:
     cache: str = setting(
         "",
         "Folder for the text and the subword ids of the training pairs, which every process maps into memory, and "
-        "which are found again by what they are made from. Runs may share it. If it is not set, it is `data` in the "
+        "which are found again by what they were made from. Runs may share it. If it is not set, it is `data` in the "
         "run's folder.",
     )
     builtin_pairs: int = setting(
@@ -145,14 +145,14 @@ class CleaningConfig:
     """Rules by which training pairs are removed; the log counts the pairs that each rule removes."""
 
     max_words: int | None = setting(
-        None, "Remove pairs with more words than this on a side; null has no limit.", at_least=1
+        None, "Remove pairs with more words than this on a side; null sets no limit.", at_least=1
     )
     max_characters: int | None = setting(
-        None, "Remove pairs with more characters than this on a side; null has no limit.", at_least=1
+        None, "Remove pairs with more characters than this on a side; null sets no limit.", at_least=1
     )
     max_ratio: float | None = setting(
         None,
-        "Remove pairs with a side above this many times as long as the other, in characters; null has no limit.",
+        "Remove pairs with a side more than this many times as long as the other, in characters; null sets no limit.",
         at_least=1,
     )
     script: bool = setting(
@@ -171,11 +171,11 @@ class CleaningConfig:
     duplicates: bool = setting(False, "Keep only the first of several equal pairs of a corpus.")
     metric_command: str = setting(
         "",
-        "Remove pairs that this program, such as CometKiwi, scores below metric_least; it is run as by evaluate "
-        "--metric-command, with the pair as source and translation, without references.",
+        "Remove pairs that this program, such as CometKiwi, scores below metric_least; it is run as evaluate "
+        "--metric-command runs it, with the pair as source and translation, without references.",
     )
     metric_least: float | None = setting(
-        None, "The lowest number of metric_command with which a pair stays.", at_least=-1e9, below=1e9
+        None, "The lowest score from metric_command with which a pair is kept.", at_least=-1e9, below=1e9
     )
 
 
@@ -201,18 +201,20 @@ class SubwordConfig:
     )
     train_pairs: int | None = setting(
         None,
-        "Training pairs from which the subwords are made, drawn at random; 0 takes all of them, null as many as have "
-        "10 million bytes.",
+        "Training pairs that the subwords are made from, drawn at random; 0 takes all of them, null as many as make "
+        "up 10 million bytes.",
         at_least=0,
     )
     character_coverage: float = setting(
         0.9999,
-        "Share of the text's characters that subwords have; the rest are spelled in bytes, or unknown.",
+        "Share of the text's characters that subwords cover; the rest are spelled in bytes, or unknown.",
         at_least=0.98,
         below=1.0001,
     )
     byte_fallback: bool = setting(
-        True, "Spell characters that no subword has in UTF-8 bytes, 256 of the subwords; without them they are unknown."
+        True,
+        "Spell characters that no subword contains in UTF-8 bytes, which take 256 of the subwords; otherwise such "
+        "characters are unknown.",
     )
     kind: str = setting(
         "unigram", " | ".join(f"{name} ({kind.help})" for name, kind in KINDS.items()) + ".", choices=tuple(KINDS)

@@ -89,8 +89,8 @@ METRICS = {
     "perplexity": Metric(
         "perplexity",
         2,
-        "Of the validation pairs: exp of the unsmoothed loss per target token, so that runs with other label smoothing "
-        "can be compared, but only with the same subwords.",
+        "Of the validation pairs: exp of the unsmoothed loss per target token, so that runs with different label "
+        "smoothing can be compared, but only with the same subwords.",
         of_loss=_perplexity,
         smaller_is_better=True,
         log_scale=True,

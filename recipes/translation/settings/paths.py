@@ -36,7 +36,7 @@ def expand_path(path: str, setting: str = "") -> str:
     found = os.path.expanduser(VARIABLE.sub(value, path))
     if re.match(r"~\w*(/|$)", found):
         raise ConfigError(
-            f"{what} is {path}, but there is no home folder of {found.partition('/')[0]}: write ./{path} for a "
+            f"{what} is {path}, but there is no home folder for {found.partition('/')[0]}: write ./{path} for a "
             "file of that name"
         )
     return found

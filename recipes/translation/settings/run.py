@@ -41,7 +41,8 @@ class ModelConfig:
     )
     max_positions: int | None = setting(
         None,
-        "Tokens of the longest sentence, for mbart, whose positions are learned; others have no limit.",
+        "Length of the longest sentence, in tokens, for mbart, whose positions are learned; other models have no "
+        "limit.",
         at_least=1,
     )
 
@@ -58,7 +59,7 @@ class DecodingConfig:
     """
 
     beam: int = setting(4, "Beam width, at most 1,000; 1 is greedy.", at_least=1, below=1_001)
-    length_penalty: float = setting(0.6, "Exponent of the length penalty; 0 has none.", at_least=0, below=50)
+    length_penalty: float = setting(0.6, "Exponent of the length penalty; 0 turns it off.", at_least=0, below=50)
     length_norm: Literal["gnmt", "length"] = setting(
         "gnmt",
         "What a hypothesis's log-probability is divided by, with the length penalty as exponent: gnmt "
@@ -69,18 +70,18 @@ class DecodingConfig:
     )
     max_length: int = setting(
         256,
-        "Most subwords of a translation; for a short sentence max_ratio is the limit. A longer sentence is cut to "
-        "this or to training.max_length, whichever is more.",
+        "Maximum length of a translation, in subwords; for a short sentence max_ratio is the limit. A longer source "
+        "sentence is cut to this or to training.max_length, whichever is more.",
         at_least=1,
     )
     max_ratio: float = setting(
         2.0,
-        "Most subwords of a translation for each subword of the sentence, and 12 for any sentence. Raise it where "
+        "Maximum length of a translation, in subwords for each subword of the sentence, plus 12. Raise it where "
         "translations are much longer than sentences, and max_length with it.",
         at_least=0,
         below=1e6,
     )
-    min_length: int = setting(0, "Fewest subwords of a translation.", at_least=0)
+    min_length: int = setting(0, "Minimum length of a translation, in subwords.", at_least=0)
     no_repeat_ngram: int = setting(
         0, "No sequence of this many subwords occurs twice in a translation; 0 sets no limit.", at_least=0
     )
@@ -99,7 +100,7 @@ class RunConfig:
         metadata={
             "help": "Training corpora instead of data.train, each under a name: {news: {train: [a.en, a.de], weight: "
             "2}}. The settings of a corpus are train, valid, test, format, path, source and target, as in data; "
-            "weight, of its share of an epoch; and tag, a word in front of its sources."
+            "weight, for its share of an epoch; and tag, a word in front of its sources."
         },
     )
     cleaning: CleaningConfig = field(default_factory=CleaningConfig)

@@ -74,8 +74,8 @@ def _cosine(step: Step) -> float:
 
 SCHEDULES = {
     "inverse_sqrt": Schedule(lambda step: step.rate * _rise_and_fall(step), "with the square root of the step"),
-    "linear": Schedule(lambda step: step.rate * min(step.warm, step.rest), "in a line to 0 at the end", by_steps=True),
-    "cosine": Schedule(_cosine, "by half a cosine to 0 at the end", by_steps=True),
+    "linear": Schedule(lambda step: step.rate * min(step.warm, step.rest), "linearly to 0 at the end", by_steps=True),
+    "cosine": Schedule(_cosine, "along half a cosine to 0 at the end", by_steps=True),
     "noam": Schedule(_noam, "as inverse_sqrt does, from a peak of the model's width"),
     "constant": Schedule(lambda step: step.rate * min(step.warm, 1.0), "not at all"),
     "plateau": Schedule(

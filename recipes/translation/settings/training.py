@@ -51,10 +51,12 @@ class TrainingConfig:
         "torchrun each process takes one of them, auto its own GPU or the CPU.",
     )
     chunk_tokens: int | None = setting(
-        None, "Target tokens whose logits exist at once on a device; null chooses by bytes.", at_least=1
+        None, "Target tokens whose logits a device holds at a time; null chooses by their size in bytes.", at_least=1
     )
     batch_tokens: int = setting(
-        4_096, "Tokens of a batch on its longer side, source or target, padding included, at most.", at_least=1
+        4_096,
+        "Maximum number of tokens in a batch, counted on its longer side, source or target, padding included.",
+        at_least=1,
     )
     accumulate: int = setting(
         1,
@@ -65,13 +67,13 @@ class TrainingConfig:
     )
     steps: int = setting(
         1_000,
-        "Optimizer steps at most; 0 leaves the end to training.epochs, as it is where these are given and no steps.",
+        "Maximum number of optimizer steps; 0 leaves the end to training.epochs, the default if only epochs are given.",
         at_least=0,
     )
     epochs: int = setting(
         0,
-        "Passes over the training data at most, each of as many batches as the first; 0 leaves the end to "
-        "training.steps. Whichever ends first.",
+        "Maximum number of passes over the training data, each of as many batches as the first; 0 leaves the end to "
+        "training.steps. If both are set, the first to be reached ends the training.",
         at_least=0,
     )
     schedule: str = setting(
@@ -82,7 +84,7 @@ class TrainingConfig:
         choices=tuple(SCHEDULES),
     )
     learning_rate: float = setting(
-        2e-3, "The rate at the end of the warm-up, from which it falls; with noam a factor of it.", at_least=0
+        2e-3, "The rate at the end of the warm-up, from which it falls; with noam, a factor of the rate.", at_least=0
     )
     plateau_patience: int = setting(
         3,
@@ -105,7 +107,7 @@ class TrainingConfig:
         at_least=0,
         below=100,
     )
-    clip: float = setting(1.0, "Largest gradient norm; 0 does not clip.", at_least=0)
+    clip: float = setting(1.0, "Largest gradient norm; 0 turns clipping off.", at_least=0)
     label_smoothing: float = setting(
         0.1,
         "Probability taken from the right token and shared out, by the convention that `smoothing_convention` names.",
@@ -118,13 +120,13 @@ class TrainingConfig:
     teacher: str = setting(
         "",
         "Learn from the predictions of another run's model (its best), or of a checkpoint folder, and take its "
-        "subwords. Empty has no teacher.",
+        "subwords. Empty means no teacher.",
         path=True,
     )
     teacher_weight: float = setting(
         0.9,
-        "The share of the divergence from the teacher's predictions in the loss, from 0 (the teacher's subwords "
-        "alone) to 1; the rest is the usual loss, which is not computed for 1.",
+        "The share of the divergence from the teacher's predictions in the loss, from 0 (only its subwords are used) "
+        "to 1; the rest is the usual loss, which is not computed for 1.",
         at_least=0,
     )
     teacher_temperature: float = setting(
@@ -141,7 +143,7 @@ class TrainingConfig:
     compile: bool = setting(
         False,
         "Compile the layers of the model for training steps (torch.compile), whose kernels then do several operations "
-        "at once; dropout draws other numbers. On a CPU the steps are no faster.",
+        "at once; dropout draws different numbers. On a CPU the steps are no faster.",
     )
     max_length: int = setting(
         256,
@@ -155,12 +157,12 @@ class TrainingConfig:
     )
     save_every: str = setting(
         "0",
-        "Save what is needed to resume between validations, too: every given number of steps, such as 500, or minutes, "
-        "such as 30min; 0 saves it only at validations.",
+        "Also save what is needed to resume between validations: every given number of steps, such as 500, or "
+        "minutes, such as 30min; 0 saves it only at validations.",
     )
     keep_checkpoints: int = setting(
         0,
-        "Keep the models of this many last validations in <run>/checkpoints, to be averaged; 0 keeps none.",
+        "Keep the models of this many of the latest validations in <run>/checkpoints, to be averaged; 0 keeps none.",
         at_least=0,
     )
     patience: int = setting(
@@ -188,15 +190,14 @@ class TrainingConfig:
     ema: float = setting(
         0.0,
         "Decay of an exponential moving average of the weights, such as 0.999, which validation and translation "
-        "then use instead of the weights; 0 has none.",
+        "then use instead of the weights; 0 turns it off.",
         at_least=0,
         below=1,
     )
     start_from: str = setting(
         "",
-        "Begin with the weights and subwords of another run (its best model), or of a checkpoint folder; the data "
-        "may be other data. A Transformer with fewer layers begins with some of the other's. Empty begins with "
-        "random weights.",
+        "Begin with the weights and subwords of another run (its best model), or of a checkpoint folder; the data may "
+        "differ. A Transformer with fewer layers begins with some of the other's. Empty begins with random weights.",
         path=True,
     )
     freeze: tuple[str, ...] = setting(
@@ -226,7 +227,7 @@ class LayoutConfig:
 
     data: int = setting(
         0,
-        "Copies of the model, each with its share of the sentences; 0 makes as many as there are processes for.",
+        "Copies of the model, each with its share of the sentences; 0 uses as many as the number of processes allows.",
         at_least=0,
     )
     shard: int = setting(

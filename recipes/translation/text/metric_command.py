@@ -29,7 +29,7 @@ def words_of(command: str, named: str = OPTION) -> list[str]:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise ConfigError(f"{named}: {command} cannot be divided into words: {error}") from None
+        raise ConfigError(f"{named}: {command} cannot be split into words: {error}") from None
     if not words:
         raise ConfigError(f"{named} is empty, perhaps because a shell variable is not set: name a program")
     if which(words[0]) is None:
@@ -46,7 +46,7 @@ def check_without_references(command: str, named: str = OPTION) -> None:
     """Raise ConfigError for a command that cannot run, or that needs references, when there are none."""
     if names("references", words_of(command, named)):
         raise ConfigError(
-            f"{named}: {command} reads {{references}}, and there are none here: name a metric that needs no references"
+            f"{named}: {command} reads {{references}}, but there are none here: name a metric that needs no references"
         )
 
 
@@ -87,7 +87,7 @@ def command_scores(
         except OSError as error:
             raise ConfigError(f"{named}: {words[0]} cannot be started: {error.strerror}") from None
     if done.returncode:
-        raise ConfigError(f"{named}: {command} failed with status {done.returncode}; what it said is above")
+        raise ConfigError(f"{named}: {command} failed with status {done.returncode}; its own output is above")
     return numbers_in(done.stdout.decode(errors="replace"), len(translations), command, named)
 
 
@@ -96,8 +96,8 @@ def numbers_in(text: str, expected: int, command: str, named: str) -> list[float
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if len(lines) != expected:
         raise ConfigError(
-            f"{named}: {command} has written {len(lines):,} lines for {expected:,} sentences: it must write one number "
-            "for each, one a line"
+            f"{named}: {command} wrote {len(lines):,} lines for {expected:,} sentences: it must write one number "
+            "for each, one per line"
         )
     found = []
     for number, line in enumerate(lines, start=1):
@@ -106,5 +106,5 @@ def numbers_in(text: str, expected: int, command: str, named: str) -> list[float
         except ValueError:
             found.append(math.nan)
         if not math.isfinite(found[-1]):
-            raise ConfigError(f"{named}: line {number:,} of what {command} has written is no number: {line}")
+            raise ConfigError(f"{named}: line {number:,} of the output of {command} is not a number: {line}")
     return found

@@ -151,7 +151,7 @@ def check_symbols(symbols: Sequence[str]) -> None:
     for index, symbol in enumerate(symbols):
         reason = ""
         if not symbol or symbol.split() != [symbol] or BLANK in symbol:
-            reason = f"is not one word without blanks and without {BLANK}"
+            reason = f"is not a single word without blanks and {BLANK}"
         elif re.fullmatch("<(unk|pad|s|/s|0x[0-9A-F]{2})>", symbol):
             reason = "is one of the subwords that every model has"
         elif symbol in symbols[:index]:

@@ -45,9 +45,9 @@ def own_model(path: Path, kind: str, rule: str, added: Sequence[str]) -> bytes:
         else:
             model = model_of(path.read_bytes())
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"subwords.model: {path} is no {_expectation(kind, path)}: {error}") from None
+        raise DataError(f"subwords.model: {path} is not a {_expectation(kind, path)}: {error}") from None
     if not any(piece.type == Piece.NORMAL for piece in model.pieces):
-        raise DataError(f"subwords.model: {path} is no {_expectation(kind, path)}: it has no pieces")
+        raise DataError(f"subwords.model: {path} is not a {_expectation(kind, path)}: it has no pieces")
     _check_blanks(model, path)
     return _with_our_ids(model, added)
 
@@ -61,14 +61,14 @@ def _check_blanks(model: ModelProto, path: Path) -> None:
     for options, name, usual in needed:
         if getattr(options, name) != usual:
             raise DataError(
-                f"subwords.model: {path} has {name} {str(not usual).lower()}, and so words that do not begin with "
+                f"subwords.model: {path} has {name} {str(not usual).lower()}, so its words do not begin with "
                 f"{BLANK}: make it with {name} {str(usual).lower()}, or leave subwords.model out"
             )
 
 
 def _expectation(kind: str, path: Path) -> str:
     if KINDS[kind].words:
-        return f"list of words, as subwords.kind {kind} takes it"
+        return f"list of words, as subwords.kind {kind} expects it"
     return "tokenizer.json of pieces" if path.suffix == ".json" else "sentencepiece model"
 
 
@@ -79,7 +79,7 @@ def _words(path: Path, rule: str) -> ModelProto:
         words = list(dict.fromkeys(re.sub(r" \d+$", "", line).strip() for line in read_lines(path)))
     special = set().union(*SPECIAL.values(), [""])
     if broken := next((word for word in words if len(word.split()) > 1), None):
-        raise ValueError(f"it has the line {broken!r}, of several words")
+        raise ValueError(f"its line {broken!r} has several words")
     model = ModelProto()
     model.trainer_spec.model_type = TrainerSpec.WORD
     model.normalizer_spec.MergeFrom(rules_of(rule))

@@ -36,7 +36,7 @@ def sentencepiece_model(content: str, symbols: set[str]) -> ModelProto:
     found = parse_json(content)
     rules, *others = _steps(found["normalizer"], "normalizers") or [{}]
     if "precompiled_charsmap" not in rules:
-        raise ValueError("there is none, and the tokenizer has no compiled rules of normalisation to make one of it")
+        raise ValueError("there is none, and the tokenizer has no compiled rules of normalisation to make one from")
     model = ModelProto()
     model.normalizer_spec.precompiled_charsmap = base64.b64decode(rules["precompiled_charsmap"])
     model.trainer_spec.model_type = {"Unigram": TrainerSpec.UNIGRAM, "BPE": TrainerSpec.BPE}[found["model"]["type"]]
@@ -74,7 +74,7 @@ def _check_steps(normalizers: Sequence[Any], dividers: Sequence[Any], model: Mod
     if keeps:  # sentencepiece splits only at blanks, and would keep other white space
         odd += [step["type"] for step in dividers if step["type"] == "WhitespaceSplit"]
     if odd:
-        raise ValueError(f"it has the step {odd[0]}, which no sentencepiece model takes: use a file without it")
+        raise ValueError(f"it has the step {odd[0]}, which no sentencepiece model supports: use a file without it")
     marks = [step for step in dividers if step["type"] == "Metaspace"]
     # Files of earlier versions have add_prefix_space in place of prepend_scheme
     begins = all(step.get("add_prefix_space", True) and step.get("prepend_scheme") != "never" for step in marks)

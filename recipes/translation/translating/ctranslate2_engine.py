@@ -63,7 +63,7 @@ def load(folder: Path, overrides: Mapping[str, object] | None = None) -> Exporte
     for side, subwords in (("source", source), ("target", target)):
         if _vocabulary(whole, side) != subwords.pieces():
             raise CheckpointError(
-                f"{folder}: CTranslate2's {side} vocabulary is not that of its subwords; export the model again"
+                f"{folder}: CTranslate2's {side} vocabulary does not match its subwords: export the model again"
             )
     return ExportedTranslator(config, engine, source, target)
 

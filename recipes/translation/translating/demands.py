@@ -42,7 +42,7 @@ def check_letters(translator: Translator, text: str, what: str) -> None:
     (written,) = translator.target.respell([text])
     if not same_text(text, one_line(written)):
         raise DataError(
-            f"{what} cannot be written as it is: by its subwords.normalization {translator.target.normalization} this "
+            f"{what} cannot be written as it is: with subwords.normalization {translator.target.normalization} this "
             f"model writes {written!r}; demand that"
         )
 

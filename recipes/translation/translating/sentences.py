@@ -52,8 +52,8 @@ def refusals(subwords: Subwords, text: ModelText, lines: Sequence[str]) -> dict[
     for place, row in zip(readable, ids, strict=True):
         if len(row) > text.longest:
             found[place] = (
-                f"has {len(row):,} subwords, and the model reads at most {text.longest:,}: split it into sentences, "
-                "one a line"
+                f"has {len(row):,} subwords, but the model reads at most {text.longest:,}: split it into sentences, "
+                "one per line"
             )
     return found
 
@@ -65,7 +65,7 @@ def unknown_tag(subwords: Subwords, text: ModelText, sentence: str) -> str:
     if not found or found[1] in known or not any(tag[:2] == found[1][:2] for tag in known):
         return ""
     near = difflib.get_close_matches(found[1], known, n=3, cutoff=0) or sorted(known)[:3]
-    return f"begins with {found[1]}, and the model has no such language: it has {len(known)}, such as {', '.join(near)}"
+    return f"begins with {found[1]}, but the model has no such language: it has {len(known)}, such as {', '.join(near)}"
 
 
 def check_unicode(sentences: Sequence[str], before: int = 0) -> None:

@@ -154,8 +154,8 @@ def tasks_of(translator: Translator, sentences: Sequence[str], options: SearchOp
             )
         if len(prefix) >= longest:
             raise DataError(
-                f"--prefixes: line {number:,} has {len(prefix):,} subwords, and a translation at most "
-                f"{longest:,} steps, the run's decoding.max_length, with one for the end: shorten it"
+                f"--prefixes: line {number:,} has {len(prefix):,} subwords, but a translation has at "
+                f"most {longest:,} steps (the run's decoding.max_length), one of them for the end: shorten it"
             )
     return [Task(*each) for each in zip(sources, prefixes, phrases, strict=True)]
 

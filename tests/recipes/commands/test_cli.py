@@ -188,17 +188,17 @@ def test_a_misspelt_word_is_answered_with_the_nearest_valid_one(
         (["evaluate", "--hypotheses", "a.txt"], "go together"),
         (
             ["evaluate", "--hypotheses", "a", "--references", "b", "--beam", "7"],
-            "--beam belongs to a model, and --hypotheses",
+            "--beam is for a model, but --hypotheses",
         ),
         (
             ["evaluate", "--hypotheses", "a", "--references", "b", "--length-norm", "gnmt"],
-            "--length-norm belongs to a model",
+            "--length-norm is for a model",
         ),
         (
             ["evaluate", "--hypotheses", "a", "--references", "b", "--checkpoint", "best"],
-            "--checkpoint belongs to a model",
+            "--checkpoint is for a model",
         ),
-        (["evaluate", "--hypotheses", "a", "--references", "b", "--run", "{tmp}"], "--run belongs to a model"),
+        (["evaluate", "--hypotheses", "a", "--references", "b", "--run", "{tmp}"], "--run is for a model"),
         (["train", "--run", ""], "run is empty, perhaps because a shell variable is not set: name the folder"),
         *[
             (words, "it is empty, perhaps because a shell variable is not set: give a path")
@@ -218,21 +218,21 @@ def test_a_misspelt_word_is_answered_with_the_nearest_valid_one(
         (["evaluate", "--hypotheses", "a", "--references", "b", "--metric-command", "c"], "name them with --sources"),
         (["translate", SENTENCE, "--mbr", "chrf"], "--mbr chooses among several translations: add --n-best N"),
         (["translate", SENTENCE, "--mbr", "chrf", "--n-best", "4", "--scores"], "without the scores of --scores"),
-        (["translate", SENTENCE, "--alignments", "a", "--n-best", "4"], "--alignments are those of one translation"),
+        (["translate", SENTENCE, "--alignments", "a", "--n-best", "4"], "--alignments is for one translation"),
         (["translate", SENTENCE, "--mbr", "ter"], "invalid choice"),
         (
             ["translate", SENTENCE, "--metric-command", "cat"],
             "--metric-command chooses among several translations",
         ),
-        (["translate", SENTENCE, "--mbr", "command", "--n-best", "4"], "is by the program that --metric-command names"),
+        (["translate", SENTENCE, "--mbr", "command", "--n-best", "4"], "needs the program that --metric-command names"),
         (
             ["translate", SENTENCE, "--mbr", "bleu", "--n-best", "4", "--metric-command", "cat"],
-            "--mbr bleu uses no --metric-command: leave one of them out",
+            "--mbr bleu does not use --metric-command: leave one of them out",
         ),
         (["evaluate", "--tokenize", "13b"], "no tokeniser '13b'"),
         (["evaluate", "--split", "train"], "invalid choice"),
         (["report", "a", "--run", "b"], "name the runs with --run or without, not both"),
-        (["report", *"abc"], "name one run; got 3; the command compare has the scores of several"),
+        (["report", *"abc"], "name one run; got 3; the command compare shows the scores of several"),
         (["serve", "a", "--run", "b"], "name the runs with --run or without, not both"),
     ],
 )
@@ -462,7 +462,7 @@ def test_where_a_model_folder_is_named_another_checkpoint_is_refused(
 ) -> None:
     words = {"translate": [SENTENCE], "evaluate": [], "export": ["--to", "safetensors", "--out", str(run / "out")]}
     said = refusal(capsys, command, "--run", str(run / "best"), "--checkpoint", "last", *words[command])
-    assert f"{run / 'best'} is the folder of one model, where --checkpoint last has nothing to choose" in said
+    assert f"{run / 'best'} is the folder of a single model, so --checkpoint last has nothing to choose" in said
     assert not (run / "out").exists()
     if command == "translate":
         assert "has nothing to choose" in refusal(

@@ -203,7 +203,7 @@ def test_an_ensemble_is_evaluated_under_a_name_of_its_own(
     assert (run / "news.en.translations.txt").read_text() == alone
     capsys.readouterr()
     words = ["--hypotheses", files[1], "--references", files[3], "--ensemble", str(run)]
-    assert "--ensemble belongs to a model, and --hypotheses are translations already" in refusal(
+    assert "--ensemble is for a model, but --hypotheses names finished translations" in refusal(
         capsys, "evaluate", *words
     )
 

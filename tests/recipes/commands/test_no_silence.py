@@ -136,6 +136,6 @@ def test_the_tag_of_an_unknown_language_is_refused(tmp_path: Path) -> None:
     assert ModelText.of(config).source("<2de>we go") == "<2de> we go"
     tagged = replace(translator, config=config)
     best(tagged, ["<2de> Two trains.", "<3 Two trains."])
-    with pytest.raises(DataError, match="sentence 2 begins with <2xx>, and the model has no such language: it has 1"):
+    with pytest.raises(DataError, match="sentence 2 begins with <2xx>, but the model has no such language: it has 1"):
         best(tagged, ["six", "<2xx> Two trains."])
     best(translator, ["<2xx> Two trains."])  # text, in a model without tags

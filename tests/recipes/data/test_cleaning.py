@@ -214,7 +214,7 @@ def test_the_counts_are_reported_where_a_rule_removes_nothing(
 
 
 def test_rules_that_leave_nothing_are_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"the rules of cleaning leave no pair of data\.train: 1 of 1 .*words 1"):
+    with pytest.raises(DataError, match=r"the cleaning rules leave no pair of data\.train: 1 of 1 .*words 1"):
         load_pairs(data_of(tmp_path, "a b\n", "c\n"), "train", cleaning=CleaningConfig(max_words=1))
 
 

@@ -193,7 +193,7 @@ def test_models_are_made_anew_when_a_corpus_or_its_tag_changes(
 @pytest.mark.parametrize(
     ("corpora", "message"),
     [
-        ({"a": {"train": "x"}}, r"corpora\.a\.train \(x\) does not tell its format: set corpora\.a\.format"),
+        ({"a": {"train": "x"}}, r"corpora\.a\.train \(x\) does not show its format: set corpora\.a\.format"),
         ({"a": {"format": "text"}}, r"corpora\.a: data\.train takes two files"),
         ({"a": {"train": ["x", "y"]}}, r"corpora\.a: there is no file .*x"),
         ({"a": {"train": "x.tsv", "weight": 0}}, r"every weight of corpora \(a\) is 0"),

@@ -81,7 +81,9 @@ def test_a_target_language_that_no_tag_was_trained_for_is_refused(target: str, t
         Corpora(config).check()
         return
     with pytest.raises(
-        ConfigError, match=r"data\.target is fr, into which translate would translate, but no corpus does: set it to es"
+        ConfigError,
+        match=r"data\.target is fr, the language that translate translates into, "
+        "but no corpus has it as its target: set it to es",
     ):
         Corpora(config).check()
 

@@ -229,7 +229,7 @@ def test_a_row_with_a_cell_too_many_is_named(tmp_path: Path) -> None:
 def test_without_validation_data_it_is_said_where_to_take_it_from() -> None:
     data = DataConfig(format="text", train=("a.en", "a.de"))
     assert refusal(data, "valid").endswith(
-        "got nothing; without such data, hold some hundred pairs back from the training data"
+        "got nothing; without such data, hold a few hundred pairs back from the training data"
     )
     assert refusal(replace(data, valid=("a.en",)), "valid").endswith("got a.en")
     assert refusal(data, "test").endswith(

@@ -56,8 +56,8 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         "would reward memorisation",
     ),
     "the same table": ({"train": "a.tsv", "valid": "a.tsv"}, "data.train and data.valid are the same data"),
-    "swapped": ({"train": ["t.de", "t.en"], "valid": VALID}, "t.de as source, and data.source is en, not de: name the"),
-    "French": ({"train": ["t.en", "t.fr"], "valid": VALID}, "t.fr as target, and data.target is de, not fr: name the"),
+    "swapped": ({"train": ["t.de", "t.en"], "valid": VALID}, "t.de as source, but data.source is en, not de: name the"),
+    "French": ({"train": ["t.en", "t.fr"], "valid": VALID}, "t.fr as target, but data.target is de, not fr: name the"),
     "German": ({"train": ["t.en.txt", "t.de"], "valid": VALID, "source": "fr"}, "data.source is fr, not en"),
 }
 

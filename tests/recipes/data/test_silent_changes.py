@@ -142,7 +142,7 @@ def test_pairs_with_markup_are_counted_or_removed(
 )
 def test_a_document_is_refused(first: str, tmp_path: Path) -> None:
     names = corpus(tmp_path, "a", [(first, "a"), ("b", "b")])
-    with pytest.raises(DataError, match="not one sentence a line but a document of markup"):
+    with pytest.raises(DataError, match="not one sentence per line but a markup document"):
         load_pairs(DataConfig(format="text", train=names), "train")
 
 
@@ -150,7 +150,7 @@ def test_a_document_is_refused(first: str, tmp_path: Path) -> None:
 def test_a_file_that_pandas_has_quoted_is_refused(cell: str, tmp_path: Path) -> None:
     data = DataConfig(format="tsv", train=(str(tmp_path / "a.tsv"),))
     (tmp_path / "a.tsv").write_text(f'en\tde\n"a"\t"Hallo."\n{cell}\tb\n')
-    with pytest.raises(DataError, match=r"a.tsv:3 is quoted as by pandas or csv .*to_json"):
+    with pytest.raises(DataError, match=r"a.tsv:3 is quoted as pandas and csv do it .*to_json"):
         load_pairs(data, "train")
     (tmp_path / "a.tsv").write_text(f'en\tde\na "b\t"Hallo."\n{cell}\tb\n')
     assert load_pairs(data, "train")[1].source == cell

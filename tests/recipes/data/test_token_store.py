@@ -186,7 +186,7 @@ def test_a_damaged_store_is_refused_with_the_way_out(damage: str, what: str, tmp
     elif damage == "a pipe":
         os.mkfifo(path)
     with pytest.raises(
-        DataError, match=rf"^{re.escape(str(folder))} is damaged \(.*\): remove it, and it is made again$"
+        DataError, match=rf"^{re.escape(str(folder))} is damaged \(.*\): remove it, and it will be made again$"
     ):
         load_corpus(stored(tmp_path))
 

@@ -69,7 +69,7 @@ def test_a_package_that_is_missing_is_named() -> None:
 def test_a_folder_of_someone_else_is_left_alone(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     assert main(["export", "--run", str(run), "--to", "ctranslate2", "--out", str(tmp_path)]) == 2
-    assert "was not made here" in capsys.readouterr().err
+    assert "is not empty and is not an export" in capsys.readouterr().err
     assert (tmp_path / "mine.txt").read_text() == "mine"
 
 

@@ -172,13 +172,13 @@ def test_the_length_penalty_is_exported_or_what_comes_nearest() -> None:
 @pytest.mark.parametrize(
     ("changed", "to", "named"),
     [
-        ({}, "hf", "decoding.length_penalty 0.6 (gnmt): nearest is length_penalty 0.5"),
+        ({}, "hf", "decoding.length_penalty 0.6 (gnmt): the nearest is length_penalty 0.5"),
         ({"decoding.beam": 1}, "hf", ""),
         ({"decoding.length_penalty": 0}, "hf", ""),
         ({"decoding.length_norm": "length"}, "hf", ""),
         ({"decoding.length_norm": "length"}, "ctranslate2", "pass length_penalty 0.6"),
         ({}, "ctranslate2", "beam_size=4"),
-        ({}, "onnx", "the search is your program's"),
+        ({}, "onnx", "your program does the search"),
         ({}, "hf", "decoding.max_ratio 2: "),
         ({"subwords.lowercase": True}, "hf", "subwords.lowercase true: "),
         ({"data.language_tags": True}, "onnx", "tags: "),

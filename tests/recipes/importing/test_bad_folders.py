@@ -88,16 +88,19 @@ BAD: dict[str, tuple[Damage, str]] = {
         "the model is a MarianModel, which does not",
     ),
     "another activation": (setting("activation_function", "gelu_new"), "activation is 'gelu_new': choose one of"),
-    "unscaled embeddings": (setting("scale_embedding", False), "scale_embedding is false, and the models here"),
+    "unscaled embeddings": (setting("scale_embedding", False), "scale_embedding is false, but the models here"),
     "two widths": (setting("decoder_ffn_dim", 48), "encoder_ffn_dim is 24, decoder_ffn_dim 48; here both sides"),
     "heads that do not divide": (
         json_file("config.json", lambda found: found.update(encoder_attention_heads=3, decoder_attention_heads=3)),
         "d_model 16 is not divisible by heads 3",
     ),
-    "another width": (setting("d_model", 24), "is (16,), and by config.json it is (24,): one of the two files belongs"),
+    "another width": (
+        setting("d_model", 24),
+        "is (16,), but according to config.json it should be (24,): one of the two files belongs",
+    ),
     "another vocabulary": (
         setting("vocab_size", 100),
-        "has id 100: it must be its own, and one of the 100 rows of",
+        "has id 100: it must be unique, and one of the 100 rows of",
     ),
     "another dropout": (setting("dropout", 1.5), "dropout is 1.5, outside [0, 1)"),
     "no start": (without_start, "FOLDER: decoder_start_token_id is 58100, not the id of a subword"),
@@ -116,14 +119,14 @@ BAD: dict[str, tuple[Damage, str]] = {
     "no padding": (RENAMED_PAD, "the vocabulary of FOLDER has no <pad>, which every model needs"),
     "one id twice": (
         setting("be", 7, "vocab.json"),
-        "has id 7: it must be its own, and one of the 480 rows of the model",
+        "has id 7: it must be unique, and one of the 480 rows of the model",
     ),
     "another padding": (setting("pad_token_id", 7), "config.json: pad_token_id is 7, and in"),
     "another end": (setting("eos_token_id", 9), "config.json: eos_token_id is 9, and in"),
     "a missing weight": (tensors(lambda found: found.__delitem__(NORM)), f"has no weight {NORM}"),
     "one weight too many": (
         tensors(lambda found: found.update({"model.adapter.weight": torch.ones(2)})),
-        "has model.adapter.weight, and 1 such weights in all",
+        "has model.adapter.weight, which the model has no place for (1 such weights in all)",
     ),
     "a weight that is no number": (
         tensors(lambda found: found[NORM].__setitem__(3, math.nan)),
@@ -178,7 +181,9 @@ def test_sizes_that_would_fill_the_memory_are_refused_before_they_do(good: Path,
     for name in ("vocab_size", "d_model", "encoder_layers", "decoder_layers", "max_position_embeddings"):
         folder = Path(shutil.copytree(good, tmp_path / name))
         setting(name, 2**30)(folder)
-        with pytest.raises(CheckpointError, match=r"weights or more, and all files of safetensors have [\d,]+ bytes: "):
+        with pytest.raises(
+            CheckpointError, match=r"weights or more, but the safetensors files together have [\d,]+ bytes: "
+        ):
             read_model(folder, tmp_path / "run")
 
 
@@ -298,7 +303,7 @@ def test_a_tokenizer_without_languages_is_refused(tmp_path: Path) -> None:
         "tokenizer.json",
         lambda found: found.update(added_tokens=[each for each in found["added_tokens"] if "_" not in each["content"]]),
     )(folder)
-    with pytest.raises(CheckpointError, match="the tokenizer has no tags of languages"):
+    with pytest.raises(CheckpointError, match="the tokenizer has no language tags"):
         read_model(folder, tmp_path / "run", "eng_Latn", "deu_Latn")
 
 
@@ -309,7 +314,7 @@ def test_settings_of_translation_that_a_run_does_not_have_are_named(
     setting("bad_words_ids", [[9]], "generation_config.json")(folder)
     assert main(["import", str(folder), "--run", str(tmp_path / "run")]) == 0
     found = capsys.readouterr()
-    assert "generation_config.json sets bad_words_ids, repetition_penalty, which a run does not have" in found.err
+    assert "generation_config.json sets bad_words_ids, repetition_penalty, for which a run has no setting" in found.err
     assert "en to de" in found.out
 
 
@@ -326,7 +331,7 @@ def test_settings_of_translation_in_config_json_are_honoured_or_named_where_tran
     removed("generation_config.json")(folder)
     assert main(["import", str(folder), "--run", str(tmp_path / "run")]) == 0
     names = "bad_words_ids, forced_bos_token_id"
-    assert f"config.json sets {names}, which a run does not have" in capsys.readouterr().err
+    assert f"config.json sets {names}, for which a run has no setting" in capsys.readouterr().err
     decoding = load_translator(tmp_path / "run" / "best").config.decoding
     assert (decoding.beam, decoding.max_length) == (4, 16)
     assert (decoding.min_length, decoding.no_repeat_ngram) == (4, 3)

@@ -93,7 +93,7 @@ def test_a_sentence_longer_than_the_learned_positions_is_refused_before_training
     long = [*PAIRS, ("one " * 70, "eins")]
     given |= {"data.valid": files(tmp_path / "run", long)}
     with pytest.raises(
-        DataError, match=r"^data\.valid: the source of pair 4 has \d+ subwords, and the model has learned"
+        DataError, match=r"^data\.valid: the source of pair 4 has \d+ subwords, but the model has learned"
     ):
         train(load_config(best, given), insist=True)
 

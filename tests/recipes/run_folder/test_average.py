@@ -177,7 +177,7 @@ def test_the_commands_average_and_use_the_average(run: Path, capsys: pytest.Capt
     assert "no trained model in" in (said := capsys.readouterr().err)
     assert "make it with python -m recipes.translation average" in said
     assert main(["average", "--run", str(run), "--last", "3"]) == 0
-    assert "is the average of 3 models, of the steps 2, 3, 5" in capsys.readouterr().out
+    assert "is the average of 3 models, from steps 2, 3, 5" in capsys.readouterr().out
     assert main(words) == 0
     averaged = load_translator(run / "averaged")
     assert capsys.readouterr().out.splitlines() == translate(averaged, [SENTENCE])

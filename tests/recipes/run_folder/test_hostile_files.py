@@ -206,7 +206,7 @@ def test_an_export_to_ctranslate2_with_another_vocabulary_is_refused_in_one_line
         (exported / "shared_vocabulary.json").write_text(json.dumps(others))
         resealed(exported)
         line = refusal(capsys, "translate", "--run", str(exported), "--engine", "ctranslate2", "Two trains.")
-        assert "CTranslate2's source vocabulary is not that of its subwords" in line
+        assert "CTranslate2's source vocabulary does not match its subwords" in line
 
 
 def test_control_characters_are_shown_escaped_in_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -68,7 +68,7 @@ def test_an_export_never_has_the_step_of_another_model(
 ) -> None:
     monkeypatch.setattr(EXPORT, "facts_of", replacing(run, EXPORT.facts_of))
     told = refusal(capsys, "export", "--run", str(run), "--to", "safetensors")
-    assert told == f"error: training has replaced {run / 'best'} while it was exported: export it again"
+    assert told == f"error: training replaced {run / 'best'} while it was being exported: export it again"
     assert not (run / "safetensors").exists()
 
 

@@ -398,7 +398,7 @@ def test_a_run_that_was_only_prepared_is_not_trained_on_the_built_in_corpus(
     capsys.readouterr()
     assert main(["train", "--run", run, "--training.steps", "1"]) == 2
     assert capsys.readouterr().err == (
-        f"error: {run} has no checkpoint yet, and its subwords were made from other data than the built-in corpus, "
+        f"error: {run} has no checkpoint yet, and its subwords were made from data other than the built-in corpus, "
         "which is the default: give the settings of the run again, with --config or as options\n"
     )
 

@@ -76,7 +76,7 @@ def test_tokenised_text_is_compared_by_multi_bleu_too(files: list[str]) -> None:
             "files of translations do not say which test set they belong to: name its references with --references",
         ),
         (["--references", "r", "base", "nowhere"], "there is no file or run nowhere"),
-        (["--references", "r", "base", "short"], "short has 29 translations, and the test set 30 sentences"),
+        (["--references", "r", "base", "short"], "short has 29 translations, but the test set has 30 sentences"),
         (["--references", "r", "base", "."], ". is not a run: it has none of best, last, averaged"),
         (["--references", "r", "base", "b", "--tokenize", "13b"], "no tokeniser '13b'"),
     ],
@@ -138,7 +138,7 @@ def test_translations_of_an_older_model_are_refused(
     for changed in ({**weights, "weights": ["0" * 64]}, {name: weights[name] for name in weights if name != "weights"}):
         (other / "test.scores.json").write_text(json.dumps(changed))
         line = refusal(capsys, "compare", str(run), str(other))
-        assert f"{other / 'test.translations.txt'} was not translated by a model that {other} has now" in line
+        assert f"{other / 'test.translations.txt'} was not translated by any model that {other} has now" in line
         assert f"evaluate --run '{other}' --split test" in line
 
 
@@ -163,8 +163,8 @@ def test_translations_of_other_sentences_than_the_run_has_now_are_refused(
     assert main(["evaluate", "--run", str(tmp_path / "again")]) == 0
     capsys.readouterr()
     assert refusal(capsys, "compare", str(tmp_path / "again"), run) == (
-        f"error: {run}/test.translations.txt has the translations of other sentences than data.test has now: evaluate "
-        f"--run {run} --split test, or name the file itself"
+        f"error: {run}/test.translations.txt has translations of sentences other than those data.test has now: "
+        f"evaluate --run {run} --split test, or name the file itself"
     )
 
 

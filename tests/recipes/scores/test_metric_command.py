@@ -94,10 +94,10 @@ def test_each_test_set_has_the_mean_of_its_own_sentences_of_one_run_of_the_comma
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("print(1)", "has written 1 lines for 2 sentences: it must write one number for each, one a line"),
-        ("print(1); print('two')", "line 2 of what .* has written is no number: two"),
-        ("print('nan'); print(1)", "line 1 of what .* has written is no number: nan"),
-        ("import sys; sys.exit(3)", "failed with status 3; what it said is above"),
+        ("print(1)", "wrote 1 lines for 2 sentences: it must write one number for each, one per line"),
+        ("print(1); print('two')", "line 2 of the output of .* is not a number: two"),
+        ("print('nan'); print(1)", "line 1 of the output of .* is not a number: nan"),
+        ("import sys; sys.exit(3)", "failed with status 3; its own output is above"),
     ],
 )
 def test_a_command_that_does_not_score_is_one_line(code: str, message: str, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_command_that_does_not_score_is_one_line(code: str, message: str, tmp_
     ("command", "message"),
     [
         ("no-such-metric {sources}", "there is no program no-such-metric: install it, or give its path"),
-        ("'", "cannot be divided into words: No closing quotation"),
+        ("'", "cannot be split into words: No closing quotation"),
         ("", "is empty, perhaps because a shell variable is not set"),
     ],
 )
@@ -154,7 +154,7 @@ def test_repeated_translations_are_references_for_each_other_by_a_command_too(tm
 @pytest.mark.parametrize("name", ["{references}", "r={references}"])
 def test_a_metric_that_reads_references_is_refused_where_there_are_none(name: str, tmp_path: Path) -> None:
     command = program(tmp_path, "", "{sources}", name)
-    with pytest.raises(ConfigError, match="and there are none here: name a metric that needs no references"):
+    with pytest.raises(ConfigError, match="but there are none here: name a metric that needs no references"):
         choose_by_command(["one"], [["a", "b"]], command)
     with pytest.raises(ConfigError, match=r"^cleaning\.metric_command: .* reads \{references\}"):
         Cleaning(CleaningConfig(metric_command=command, metric_least=0.0), "en", "de")

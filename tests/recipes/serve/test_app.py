@@ -34,7 +34,7 @@ def test_clients_are_told_to_try_again_when_the_queue_is_full() -> None:
             await asyncio.sleep(0.05)
             full = await client.post("/translate", json={**GOOD, "q": "d\ne"})
             assert (full.status_code, full.headers["retry-after"]) == (503, "1")
-            assert "2 lines are waiting, and 2 more would be above 3" in full.json()["error"]
+            assert "2 lines are waiting, and 2 more would exceed 3" in full.json()["error"]
             model.gate.set()
             assert [(await one).json()["translatedText"] for one in (begun, waits)] == ["A", "B\nC"]
 
@@ -133,7 +133,7 @@ def test_an_error_of_the_service_is_answered_as_one() -> None:
     with serving(model) as app:
         answer = asked(app, "POST", "/translate", json={**GOOD, "q": "poison"})
     assert answer.status_code == 500
-    assert answer.json() == {"error": "the service failed; its own output says how"}
+    assert answer.json() == {"error": "the service failed; its own output says why"}
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_requests_of_another_model_or_of_other_wishes_share_no_batch_and_take_tu
 def test_a_full_queue_refuses_and_has_room_again_afterwards() -> None:
     async def clients(batcher: Batcher) -> None:
         there = await waiting(batcher, Wanted(0, 1), ["a", "b"])
-        with pytest.raises(HTTPException, match="2 lines are waiting, and 2 more would be above 3"):
+        with pytest.raises(HTTPException, match="2 lines are waiting, and 2 more would exceed 3"):
             await batcher.translate(Wanted(0, 1), ["c", "d"])
         model.gate.set()
         await there

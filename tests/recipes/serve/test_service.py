@@ -120,7 +120,7 @@ def test_lines_of_the_page_are_translated_beside_one_that_cannot_be(client: http
     ]
     assert list(long) == list(odd) == ["error"]
     assert long["error"].startswith("has 3")
-    assert long["error"].endswith("split it into sentences, one a line")
+    assert long["error"].endswith("split it into sentences, one per line")
     assert odd["error"].startswith("is not UTF-8 text")
 
 

@@ -127,7 +127,7 @@ CHANGES: dict[str, Sequence[Change]] = {
     "subwords.joint": [Change(False, ("weights", "subwords"), beside={"model.tie": "target"})],
     "subwords.kind": [
         *(Change(kind, ("weights", "subwords")) for kind in ("bpe", "char", "none")),
-        Change("char", beside={"subwords.sampling": 0.1}, refused="of kind char, which divides a text in one way"),
+        Change("char", beside={"subwords.sampling": 0.1}, refused="of kind char, which divides a text in only one way"),
     ],
     "subwords.model": [
         Change(("own.model",), ("weights", "subwords")),
@@ -150,7 +150,7 @@ CHANGES: dict[str, Sequence[Change]] = {
         Change(value, ("weights", "metrics"), ("subwords",), beside={"subwords.sampling": 0.3})
         for value in ("source", "target")
     ]
-    + [Change("source", refused="subwords.sampled is source, but subwords.sampling is 0, which draws no subwords")],
+    + [Change("source", refused="subwords.sampled is source, but subwords.sampling is 0, which turns sampling off")],
     "model.preset": [Change("base")],
     "model.d_model": [Change(18)],
     "model.d_ff": [Change(20)],
@@ -182,7 +182,7 @@ CHANGES: dict[str, Sequence[Change]] = {
     "training.schedule": [Change(name) for name in SCHEDULES if name != "inverse_sqrt"],
     "training.plateau_patience": [
         Change(1, ("metrics",), beside=PLATEAU),
-        Change(1, refused="training.schedule is inverse_sqrt, which no validation changes"),
+        Change(1, refused="training.schedule is inverse_sqrt, which ignores validations"),
         Change(
             4,
             beside={**PLATEAU, "training.patience": 4},
@@ -191,7 +191,7 @@ CHANGES: dict[str, Sequence[Change]] = {
     ],
     "training.plateau_factor": [
         Change(0.1, ("metrics",), beside={**PLATEAU, "training.plateau_patience": 1}),
-        Change(0.1, refused="training.schedule is inverse_sqrt, which no validation changes"),
+        Change(0.1, refused="training.schedule is inverse_sqrt, which ignores validations"),
     ],
     "training.learning_rate": [Change(3e-3)],
     "training.warmup": [Change(3)],

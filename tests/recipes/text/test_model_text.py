@@ -101,12 +101,12 @@ def test_models_that_read_the_same_sentence_otherwise_are_no_ensemble(
 ) -> None:
     other = replace(translator, config=tiny(tmp_path, {**SETTINGS, **changes}))
     check_same_subwords("a", translator, "b", translator)
-    with pytest.raises(CheckpointError, match=rf"^--ensemble b has other {what} than a"):
+    with pytest.raises(CheckpointError, match=rf"^--ensemble b differs from a in its {what}"):
         check_same_subwords("a", translator, "b", other)
 
 
 def test_a_symbol_that_lower_case_would_hide_is_refused(tmp_path: Path) -> None:
     symbols = {"subwords.symbols": ["[NAME]", "<x>"]}
     assert tiny(tmp_path, symbols).subwords.symbols == ("[NAME]", "<x>")
-    with pytest.raises(ConfigError, match=r"^subwords\.symbols has \[NAME\], but subwords\.lowercase is true"):
+    with pytest.raises(ConfigError, match=r"^subwords\.symbols contains \[NAME\], but subwords\.lowercase is true"):
         tiny(tmp_path, {**symbols, "subwords.lowercase": True})

@@ -159,10 +159,10 @@ def test_another_file_is_copied_again_and_the_same_one_is_not(
 @pytest.mark.parametrize(
     ("content", "kind", "message"),
     [
-        (b"not a model", "unigram", "is no sentencepiece model"),
-        (b"", "unigram", "is no sentencepiece model: it has no pieces"),
-        (b"two words 3\n", "none", "is no list of words, .*: it has the line 'two words', of several words"),
-        (b"<pad>\n", "none", "is no list of words, .*: it has no pieces"),
+        (b"not a model", "unigram", "is not a sentencepiece model"),
+        (b"", "unigram", "is not a sentencepiece model: it has no pieces"),
+        (b"two words 3\n", "none", "is not a list of words, .*: its line 'two words' has several words"),
+        (b"<pad>\n", "none", "is not a list of words, .*: it has no pieces"),
     ],
 )
 def test_a_file_that_has_no_subwords_is_refused(content: bytes, kind: str, message: str, tmp_path: Path) -> None:
@@ -181,12 +181,14 @@ def test_a_file_that_has_no_subwords_is_refused(content: bytes, kind: str, messa
         ("a: 0\na: 1\n", "the word 'a' occurs twice"),
         ("a: 0\n\tb: 1: 2\n", "while scanning"),
         ("</s>: 0\n<unk>: 1\n", "it has no pieces"),
-        ('a: 0\n"b c": 1\n', "it has the line 'b c', of several words"),
+        ('a: 0\n"b c": 1\n', "its line 'b c' has several words"),
     ],
 )
 def test_a_vocabulary_of_ids_that_is_none_is_refused(content: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "vocab.yml").write_text(content)
-    with pytest.raises(DataError, match=f"is no list of words, as subwords.kind none takes it: .*{message}") as caught:
+    with pytest.raises(
+        DataError, match=f"is not a list of words, as subwords.kind none expects it: .*{message}"
+    ) as caught:
         own_model(tmp_path / "vocab.yml", "none", "nfc", ())
     assert "\n" not in str(caught.value)
 
@@ -203,7 +205,7 @@ def test_words_that_yaml_would_read_as_something_else_come_by_their_ids(name: st
 
 def test_a_tokenizer_json_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps({"normalizer": None, "model": {"type": "WordPiece"}}))
-    with pytest.raises(DataError, match=r"is no tokenizer\.json of pieces: there is none, and the tokenizer has no"):
+    with pytest.raises(DataError, match=r"is not a tokenizer\.json of pieces: there is none, and the tokenizer has no"):
         own_model(tmp_path / "tokenizer.json", "unigram", "nfc", ())
 
 
@@ -212,7 +214,7 @@ def test_a_model_whose_words_do_not_begin_with_the_blank_before_them_is_refused(
     name: str, given: bool, tmp_path: Path
 ) -> None:
     (tmp_path / "own").write_bytes(spm("bpe", **{name: given}))
-    said = f"^subwords.model: {tmp_path / 'own'} has {name} {str(given).lower()}, and so words that do not begin with"
+    said = f"^subwords.model: {tmp_path / 'own'} has {name} {str(given).lower()}, so its words do not begin with"
     with pytest.raises(DataError, match=f"{said} .: make it with {name} {str(not given).lower()}, or leave subwords"):
         own_model(tmp_path / "own", "unigram", "nfc", ())
 
@@ -268,7 +270,7 @@ def test_a_tokenizer_json_of_each_version_divides_a_text_as_tokenizers_does(
 @pytest.mark.parametrize(
     ("normalizers", "dividers", "message"),
     [
-        ([RULES, {"type": "Lowercase"}], [MARK], "it has the step Lowercase, which no sentencepiece model takes"),
+        ([RULES, {"type": "Lowercase"}], [MARK], "it has the step Lowercase, which no sentencepiece model supports"),
         ([RULES, {**ONE_BLANK, "pattern": {"String": "a"}}], [MARK], "it has the step Replace"),
         ([RULES], [{"type": "Digits", "individual_digits": True}, MARK], "it has the step Digits"),
         ([KEEPING], [AT_BLANKS, MARK], "it has the step WhitespaceSplit"),
@@ -283,7 +285,7 @@ def test_a_tokenizer_json_that_divides_a_text_as_no_sentencepiece_model_does_is_
     normalizers: list[Any], dividers: list[Any], message: str, tmp_path: Path
 ) -> None:
     (tmp_path / "tokenizer.json").write_text(as_json(normalizers, dividers))
-    with pytest.raises(DataError, match=f"is no tokenizer.json of pieces: {message}.*: use a file"):
+    with pytest.raises(DataError, match=f"is not a tokenizer.json of pieces: {message}.*: use a file"):
         own_model(tmp_path / "tokenizer.json", "unigram", "nfc", ())
 
 
@@ -309,7 +311,7 @@ def test_a_tokenizer_json_that_merges_as_no_sentencepiece_model_does_is_refused(
     path.write_text(as_json([RULES], [MARK], model))
     own_model(path, "bpe", "nfc", ())
     path.write_text(as_json([RULES], [MARK], {**model, **changes}))
-    with pytest.raises(DataError, match=f"is no tokenizer.json of pieces: .*{message}"):
+    with pytest.raises(DataError, match=f"is not a tokenizer.json of pieces: .*{message}"):
         own_model(path, "bpe", "nfc", ())
 
 
@@ -327,7 +329,7 @@ def test_symbols_that_cannot_be_one_subword_are_refused_with_own_subwords_too(
     ("changes", "message"),
     [
         ({"subwords.vocab_size": 999}, r"subwords\.vocab_size is 999, but .*own\.model has 151 subwords"),
-        ({"subwords.kind": "bpe"}, r"subwords\.kind is bpe, but subwords\.model is .*own\.model, which has its own"),
+        ({"subwords.kind": "bpe"}, r"subwords\.kind is bpe, but subwords\.model is .*own\.model, which brings its own"),
         ({"subwords.normalization": "nfkc"}, r"subwords\.normalization is nfkc, but subwords\.model"),
         ({"subwords.train_pairs": 9}, r"subwords\.train_pairs is 9, but subwords\.model"),
         ({"subwords.sampling": 1.5}, r"for subwords\.kind bpe \(.*own\.model\) it is the probability .* below 1"),
@@ -361,7 +363,7 @@ def test_words_that_blanks_divide_are_subwords_and_rare_ones_are_unknown_and_cou
 def test_fewer_subwords_than_asked_for_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, _ = prepare(Corpora(tiny(tmp_path / "run", {"subwords.kind": "char"})))
     assert len(source) < 360
-    said = f"joint: {len(source)} subwords, fewer than subwords.vocab_size 360: the text has no more"
+    said = f"joint: {len(source)} subwords, fewer than subwords.vocab_size 360: the text yields no more"
     assert said in capsys.readouterr().out
 
 

@@ -94,7 +94,7 @@ def test_a_vocabulary_too_large_is_answered_with_the_largest_that_fits(kind: str
 
 def test_a_vocabulary_too_small_is_answered_with_the_smallest_possible(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"subwords\.vocab_size 262 is too small: .* are \d+: set it to that, or more$"
+        ConfigError, match=r"subwords\.vocab_size 262 is too small: .* add up to \d+: set it to that, or more$"
     ):
         train_subwords(SENTENCES[:200], tmp_path / "a", SubwordConfig(vocab_size=262))
     assert not list(tmp_path.iterdir())
@@ -238,7 +238,7 @@ def test_a_sentence_that_is_left_out_of_the_subwords_is_counted(
 ) -> None:
     longest = "a " * 32_768
     train_subwords([*SENTENCES[:200], longest, f"{longest}a"], tmp_path / "a", SubwordConfig(vocab_size=330))
-    assert "above 65,536 bytes, left out of the subwords' text: 1" in capsys.readouterr().err
+    assert "longer than 65,536 bytes, left out of the subwords' text: 1" in capsys.readouterr().err
 
 
 def test_a_failed_preparation_leaves_the_old_models(tmp_path: Path) -> None:

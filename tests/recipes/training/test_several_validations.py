@@ -308,12 +308,12 @@ VALID = ["a.en", "a.de"]
         ),
         ({"a": {"valid": VALID}}, {}, "no corpus of corpora (a) has train"),
         ({"a": FORWARD, "b": {"valid": VALID, "weight": 2}}, {}, "corpora.b.weight is 2, but corpora.b has no train"),
-        ({"a/b": {**FORWARD, "valid": VALID}}, {}, "corpora has the name 'a/b', which would be part of files' names"),
+        ({"a/b": {**FORWARD, "valid": VALID}}, {}, "corpora has the name 'a/b', which would become part of file names"),
         ({"a": {**FORWARD, "valid": ["a.en"]}}, {}, "corpora.a: data.valid takes two files"),
         ({"a": {**FORWARD, "valid": ["a.en", "x.de"]}}, {}, "corpora.a: there is no file "),
         ({"a": {**FORWARD, "valid": VALID, "test": ["x.en", "c.de"]}}, {}, "corpora.a: there is no file "),
         ({"a": {**FORWARD, "valid": "a.tsv"}}, {}, "data.format is text, but data.valid names a.tsv"),
-        ({"a": FORWARD, "b": {"valid": "a"}}, {}, "corpora.b.valid (a) does not tell its format"),
+        ({"a": FORWARD, "b": {"valid": "a"}}, {}, "corpora.b.valid (a) does not show its format"),
     ],
 )
 def test_a_mistake_in_held_out_data_is_one_line(corpora: Any, changes: Any, message: str, folder: Path) -> None:

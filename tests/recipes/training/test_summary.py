@@ -278,17 +278,17 @@ def test_the_average_is_compared_with_best_and_is_stale_after_more_training(
     )
     words = ["translate", "--run", str(run), "--checkpoint", "averaged", "one"]
     assert main(words) == 0
-    assert "average them again" not in capsys.readouterr().err
+    assert "average again" not in capsys.readouterr().err
     assert main(["train", "--run", str(run), "--training.steps", "4"]) == 0
     capsys.readouterr()
     assert main(words) == 0
-    assert f"is of models up to step 3, and {run}" in capsys.readouterr().err
+    assert f"averages models up to step 3, but {run}" in capsys.readouterr().err
     parser, _ = parser_of("serve", monkeypatch)
     assert models_of(str(run), parser.parse_args([str(run), "--checkpoint", "averaged"]))
-    assert f"is of models up to step 3, and {run}" in capsys.readouterr().err
+    assert f"averages models up to step 3, but {run}" in capsys.readouterr().err
     words = ["export", "--run", str(run), "--checkpoint", "averaged", "--to", "safetensors"]
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
-    assert f"is of models up to step 3, and {run}" in capsys.readouterr().err
+    assert f"averages models up to step 3, but {run}" in capsys.readouterr().err
     assert main(["average", "--run", str(tmp_path / "nosuch")]) == 2
     assert f"there is no run in {tmp_path / 'nosuch'}" in capsys.readouterr().err
 

@@ -167,7 +167,7 @@ def test_every_setting_of_decoding_is_an_option_of_each_command_that_translates(
 
 def test_a_translation_that_must_be_longer_than_it_may_is_refused_in_every_way(runs: list[Path]) -> None:
     loaded = LoadedTranslator(load_translator(runs[0] / "best"))
-    with pytest.raises(ConfigError, match=r"^decoding\.min_length is 20, which leaves no translation of at most 20"):
+    with pytest.raises(ConfigError, match=r"^decoding\.min_length is 20, but a translation has at most 20"):
         loaded.translate(SENTENCES, min_length=20)
-    with pytest.raises(ConfigError, match=r"^decoding\.min_length is 9, which leaves no translation of at most 9"):
+    with pytest.raises(ConfigError, match=r"^decoding\.min_length is 9, but a translation has at most 9"):
         load_translator(runs[0] / "best", overrides={"decoding.min_length": 9, "decoding.max_length": 9})

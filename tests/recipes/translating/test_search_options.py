@@ -299,7 +299,7 @@ def test_runs_with_other_subwords_make_no_ensemble(
     runs: list[Path], file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = refused(capsys, "--run", runs[0], "--file", file, "--ensemble", runs[1], "--ensemble", runs[2])
-    assert f"--ensemble {runs[2]} has other source subwords than {runs[0]}" in error
+    assert f"--ensemble {runs[2]} differs from {runs[0]} in its source subwords" in error
 
 
 @pytest.mark.parametrize(
@@ -318,12 +318,12 @@ def test_runs_with_other_subwords_make_no_ensemble(
         (["--sample", "1", "--top-p", "1.5"], "'1.5' is not a number above 0 and at most 1"),
         (
             ["--min-length", "300", "--max-length", "300"],
-            "decoding.min_length is 300, which leaves no translation of",
+            "decoding.min_length is 300, but a translation has at most",
         ),
-        (["--min-length", "20"], "decoding.min_length is 20, which leaves no translation of at most 20 steps"),
+        (["--min-length", "20"], "decoding.min_length is 20, but a translation has at most 20 steps"),
         (["--prefixes", "{one line}"], "--prefixes has 1 lines for 6 sentences"),
         (["--constraints", "{one line}"], "--constraints has 1 lines for 6 sentences"),
-        (["--prefixes", "{long}"], "line 2 has 41 subwords, and a translation at most 20 steps"),
+        (["--prefixes", "{long}"], "line 2 has 41 subwords, but a translation has at most 20 steps"),
         (["--constraints", "{tabs}"], "line 1 has nothing before, between or after its tabs"),
         (["--prefixes", "{repeats}", "--no-repeat-ngram", "1"], "sentence 3 has no translation under these options"),
         (["--prefixes", "missing"], "missing: No such file"),
@@ -393,7 +393,7 @@ def test_an_ensemble_with_fewer_learned_positions_than_the_first_model_reads_is_
     train(tiny(tmp_path / "long", {**positions, "model.max_positions": 200, "training.max_length": 150}))
     train(tiny(tmp_path / "short", {**positions, "model.max_positions": 100}))
     error = refused(capsys, "--run", tmp_path / "long", "--ensemble", tmp_path / "short", "six")
-    assert f"{tmp_path / 'short'} has learned positions for 99 subwords, and {tmp_path / 'long'} reads" in error
+    assert f"{tmp_path / 'short'} has learned positions for 99 subwords, but {tmp_path / 'long'} reads" in error
     runs = ["--run", str(tmp_path / "short"), "--ensemble", str(tmp_path / "long")]
     assert main(["translate", *runs, "six " * 200]) == 0
 

@@ -163,7 +163,9 @@ def test_a_beginning_leaves_a_step_for_the_end(translator: Translator) -> None:
     options = SearchOptions(prefixes=[WORDS])
     decoding = translator.config.decoding
     tight, patient = (translator.with_decoding(replace(decoding, max_length=subwords + more)) for more in (0, 1))
-    with pytest.raises(DataError, match=f"line 1 has {subwords} subwords, and a translation at most {subwords} steps"):
+    with pytest.raises(
+        DataError, match=f"line 1 has {subwords} subwords, but a translation has at most {subwords} steps"
+    ):
         tasks_of(tight, [WORDS], options)
     assert len(tasks_of(patient, [WORDS], options)) == 1
 
