@@ -146,8 +146,8 @@ def _plain_error(message: str, config: SubwordConfig) -> ValueError:
         )
     if found := re.search(r"required_chars\. \d+ vs (\d+)", message):
         return ConfigError(
-            f"{size} is too small: the special subwords, 256 bytes and the characters of the training text add up to "
-            f"{int(found[1]):,}: set it to that, or more"
+            f"{size} is too small: the special subwords, 256 bytes and the characters of the training text "
+            f"are {int(found[1]):,}: set it to that, or more"
         )
     if "sentences_.empty()" in message:
         return DataError("there is no training text to make subwords from: every sentence is empty; see data.train")

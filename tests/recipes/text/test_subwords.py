@@ -94,7 +94,7 @@ def test_a_vocabulary_too_large_is_answered_with_the_largest_that_fits(kind: str
 
 def test_a_vocabulary_too_small_is_answered_with_the_smallest_possible(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match=r"subwords\.vocab_size 262 is too small: .* add up to \d+: set it to that, or more$"
+        ConfigError, match=r"subwords\.vocab_size 262 is too small: .* are \d+: set it to that, or more$"
     ):
         train_subwords(SENTENCES[:200], tmp_path / "a", SubwordConfig(vocab_size=262))
     assert not list(tmp_path.iterdir())
