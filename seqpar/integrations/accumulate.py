@@ -23,7 +23,7 @@ optimisation and a loader whose batches are lists of micro-batches. With `ModelP
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -36,9 +36,17 @@ from seqpar.distributed.reducers import reducer_over
 MicroBatch = TypeVar("MicroBatch")
 
 
-_Step = tuple[int, nn.Module, str, dist.ProcessGroup | None, Callable[[Tensor], object]]
-"""What a trainer does with gradients: the number of ranks; the model as it is wrapped, and what to do if it is not; the
-ranks that gradients are reduced over, None for DDP's own group; and the trainer's backward."""
+class _Step(NamedTuple):
+    """What a trainer does with gradients."""
+
+    ranks: int
+    wrapped: nn.Module
+    """The model as the trainer wrapped it."""
+    way_out: str
+    """What to do if it is not wrapped."""
+    group: dist.ProcessGroup | None
+    """The ranks that gradients are reduced over; None means DDP's own group."""
+    backward: Callable[[Tensor], object]
 
 
 def accumulate_step(
@@ -81,11 +89,12 @@ def accumulate_step(
         >>> accumulate_step(accelerator, model, micro_batches, loss_of, tokens_of).tokens
         tensor(48)
     """
-    ranks, wrapped, way_out, group, backward = _read_trainer(trainer, model)
-    reducer = reducer_over(ranks, wrapped, way_out)
-    if reducer is None:
-        group = None
-    return accumulate_gradients(micro_batches, loss_of, tokens_of, model=reducer, group=group, backward=backward)
+    step = _read_trainer(trainer, model)
+    reducer = reducer_over(step.ranks, step.wrapped, step.way_out)
+    group = None
+    if reducer is not None:
+        group = step.group
+    return accumulate_gradients(micro_batches, loss_of, tokens_of, model=reducer, group=group, backward=step.backward)
 
 
 def _read_trainer(trainer: Any, model: nn.Module) -> _Step:
@@ -108,11 +117,12 @@ def _read_accelerator(accelerator: Any, model: nn.Module) -> _Step:
         raise ValueError(f"{divides}; leave it at 1: the micro-batches passed here are the accumulation")
     ranks = accelerator.num_processes
     group = dist.group.WORLD if ranks > 1 else None
-    return ranks, model, "pass what accelerator.prepare returned", group, accelerator.backward
+    return _Step(ranks, model, "pass what accelerator.prepare returned", group, accelerator.backward)
 
 
 def _read_fabric(fabric: Any, model: nn.Module) -> _Step:
-    return fabric.world_size, model, "pass what fabric.setup returned", _group_of(fabric.strategy), fabric.backward
+    group = _group_of(fabric.strategy)
+    return _Step(fabric.world_size, model, "pass what fabric.setup returned", group, fabric.backward)
 
 
 def _read_lightning(trainer: Any, model: nn.Module) -> _Step:
@@ -130,7 +140,8 @@ def _read_lightning(trainer: Any, model: nn.Module) -> _Step:
     strategy = trainer.strategy
     way_out = 'call fully_shard(..., mesh=self.device_mesh["data_parallel"]) in configure_model'
     # The strategy may have wrapped the module, and the wrapper's reduction must wait for the last micro-batch
-    return trainer.world_size, strategy.model, way_out, _group_of(strategy), trainer.lightning_module.manual_backward
+    backward = trainer.lightning_module.manual_backward
+    return _Step(trainer.world_size, strategy.model, way_out, _group_of(strategy), backward)
 
 
 def _group_of(strategy: Any) -> dist.ProcessGroup | None:

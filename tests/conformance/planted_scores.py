@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from conformance import ALL_SCORES, ScoreAdapter
 from conformance.plain import plain_scores
 from seqpar import TokenScores
+from tests.backward import with_gradient
 from tests.conformance.planted import altered, frozen_head_loses_hidden, frozen_trunk_loses_weight, padding_counts
 
 TILE = 64
@@ -28,21 +29,8 @@ def entropy_gradient_dropped(*given):
     return scores._replace(entropy=scores.entropy if scores.entropy is None else scores.entropy.detach())
 
 
-class Identity(torch.autograd.Function):
-    """The identity, with a function of the upstream gradient for its own."""
-
-    @staticmethod
-    def forward(ctx, x, gradient):
-        ctx.gradient = gradient
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, upstream):
-        return ctx.gradient(upstream), None
-
-
 def times(x, factor):
-    return Identity.apply(x, lambda upstream: upstream * factor)
+    return with_gradient(x, lambda upstream: upstream * factor)
 
 
 def scaled_by_the_chunks(g):
@@ -75,7 +63,7 @@ def first_class_given(g):
 def doubling(g):
     """The gradient doubles with every backward."""
     factors = itertools.accumulate(itertools.repeat(2), operator.mul, initial=1)
-    return {"hidden": Identity.apply(g.hidden, lambda upstream: upstream * next(factors))}
+    return {"hidden": with_gradient(g.hidden, lambda upstream: upstream * next(factors))}
 
 
 def token_factors_dropped(*given):
@@ -84,7 +72,7 @@ def token_factors_dropped(*given):
     def mean_upstream(upstream):
         return upstream.mean(0, keepdim=True).expand_as(upstream)
 
-    return changed(plain_scores(*given), lambda score: Identity.apply(score, mean_upstream))
+    return changed(plain_scores(*given), lambda score: with_gradient(score, mean_upstream))
 
 
 class WrongCap(torch.autograd.Function):

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqpar
-from tests.seqpar.engine.pairs import with_gradient
+from tests.backward import with_gradient
 from tests.seqpar.engine.test_linear_backward import clamp
 
 V, N = 7, 13

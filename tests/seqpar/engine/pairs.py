@@ -32,23 +32,6 @@ class Made(nn.Module):
         return self.function(self, *inputs, **per_token)
 
 
-class _WithGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, change: Any) -> Tensor:
-        ctx.change = change
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, None]:
-        return ctx.change(*upstream), None
-
-
-def with_gradient(x: Tensor, change: Callable[[Tensor], Tensor | None]) -> Tensor:
-    """The same numbers, whose gradient a function changes."""
-    changed: Tensor = _WithGradient.apply(x, change)
-    return changed
-
-
 cross_entropy: Callable[..., Tensor] = functools.partial(F.cross_entropy, reduction="sum")
 each_row: Callable[..., Tensor] = functools.partial(F.cross_entropy, reduction="none")
 

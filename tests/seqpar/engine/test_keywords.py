@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import seqpar
 from seqpar.core.token_loss import TokenLoss
 from seqpar.testing import assert_same_gradients
-from tests.seqpar.engine.pairs import with_gradient
+from tests.backward import with_gradient
 
 V, D = 7, 4
 

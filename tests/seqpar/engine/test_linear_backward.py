@@ -14,8 +14,9 @@ from torch.distributed.fsdp import fully_shard
 import seqpar
 from seqpar.testing import assert_same_results
 from seqpar.testing.ranks import ranks
+from tests.backward import with_gradient
 from tests.on_device import seeds
-from tests.seqpar.engine.pairs import Head, Made, V, assert_same, batch, cross_entropy, each_row, linear, with_gradient
+from tests.seqpar.engine.pairs import Head, Made, V, assert_same, batch, cross_entropy, each_row, linear
 
 
 def hooked(change: Any) -> Any:

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqpar
-from tests.seqpar.engine.pairs import V, assert_same, batch, cross_entropy, linear, with_gradient
+from tests.backward import with_gradient
+from tests.seqpar.engine.pairs import V, assert_same, batch, cross_entropy, linear
 
 
 class Called(nn.Linear):

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 import seqpar
 from seqpar.engine.module_calls import surroundings_of
+from tests.backward import with_gradient
 from tests.seqpar.engine import pairs
-from tests.seqpar.engine.pairs import Made, V, cross_entropy, with_gradient
+from tests.seqpar.engine.pairs import Made, V, cross_entropy
 
 NUMBER = 0
 LEFT: list[Any] = []

@@ -11,14 +11,14 @@ from seqpar.linear import compiled_op
 from seqpar.rows.criteria import ignored_target
 from seqpar.testing import assert_numerical_gradients, assert_same_loss
 from seqpar.testing.strategies import cases, criteria
-from tests.seqpar.testing.backward import Backward
+from tests.backward import with_gradient
 
 
 class Head(nn.Linear):
     """Half of the gradient gets through."""
 
     def forward(self, x):
-        return super().forward(Backward.apply(x, lambda upstream: upstream / 2))
+        return super().forward(with_gradient(x, lambda upstream: upstream / 2))
 
 
 def problem():

@@ -9,7 +9,7 @@ from torch import nn
 from seqpar.core.checks import PROVED
 from seqpar.testing import assert_same_gradients, assert_same_loss, assert_same_results, assert_same_step, plain_loss
 from seqpar.testing.gradients import size_of, value_and_gradients
-from tests.seqpar.testing.backward import Backward
+from tests.backward import with_gradient
 
 WRONG = {
     "value": lambda loss: loss + 1e-9,
@@ -185,7 +185,7 @@ def test_what_a_loss_does_with_its_upstream_factor_is_named(power, cause):
     w = torch.ones(2, dtype=torch.float64, requires_grad=True)
 
     def loss():
-        return Backward.apply(2 * w, lambda upstream: upstream**power).sum()
+        return with_gradient(2 * w, lambda upstream: upstream**power).sum()
 
     with pytest.raises(AssertionError, match=f"Likely cause: {cause}"):
         assert_same_gradients(loss, lambda: (w + w.detach()).sum(), {"w": w})

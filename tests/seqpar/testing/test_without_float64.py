@@ -10,7 +10,7 @@ from torch import nn
 
 import seqpar
 from seqpar.testing import assert_same_loss, plain_loss, precision, same_loss
-from tests.seqpar.testing.backward import Backward
+from tests.backward import with_gradient
 from tests.seqpar.testing.test_same_loss import Gated
 
 PADDING = 0
@@ -106,4 +106,4 @@ def test_gradients_of_per_token_tensors_are_held_against_it_too(no_float64, off)
 
 def test_an_eighth_is_held_against_an_eighth(no_float64):
     with pytest.raises(AssertionError, match=r"upstream factor is ignored(.|\n)*both losses are multiplied by 0\.125"):
-        assert_same_loss(*problem(), loss=lambda *given: Backward.apply(plain_loss(*given), torch.ones_like))
+        assert_same_loss(*problem(), loss=lambda *given: with_gradient(plain_loss(*given), torch.ones_like))

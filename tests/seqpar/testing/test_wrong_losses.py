@@ -11,7 +11,7 @@ from torch import nn
 
 import seqpar
 from seqpar.testing import assert_same_gradients, assert_same_loss, plain_loss
-from tests.seqpar.testing.backward import Backward
+from tests.backward import with_gradient
 
 PAD, VOCAB, CAP = 0, 7, 2.0
 TOKENS = 14
@@ -151,7 +151,7 @@ class NarrowSum(torch.autograd.Function):
 def weight_summed_in(dtype):
     def loss(generator, criterion, hidden, target):
         logits = F.linear(
-            hidden, Backward.apply(generator.weight, lambda upstream: upstream.to(dtype).double()), generator.bias
+            hidden, with_gradient(generator.weight, lambda upstream: upstream.to(dtype).double()), generator.bias
         )
         return of_logits(logits, criterion, target)
 
@@ -345,7 +345,7 @@ WRONG = [
     Wrong("the upstream factor is ignored: an eighth of the loss leaves the gradient of generator.w",
         deaf("weight"), NO_BIAS, **UNIGNORED),
     Wrong(f"the upstream factor is squared: an eighth of the loss has 1/64 of the gradient of{ONLY_THE_GRADIENT}",
-        lambda *given: Backward.apply(plain_loss(*given), torch.square)),
+        lambda *given: with_gradient(plain_loss(*given), torch.square)),
     Wrong("targets shifted by one: each token is held against the next one's target",
         of_steps(slice(-1), slice(1, None))),
     Wrong("targets shifted by one: each token is held against the target before it",
